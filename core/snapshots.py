@@ -57,8 +57,24 @@ class Snapshots:
                 p.copy_(kept[key])
 
     def load(self, name: str, values: Mapping[str, Tensor]) -> None:
-        """Restore a copy; raises UserError when names differ, so a silent partial load is impossible."""
-        if values.keys() != self.parameters.keys():
-            odd = sorted(values.keys() ^ self.parameters.keys())
-            raise UserError(f"snapshot '{name}' does not fit the model: '{odd[0]}' is in only one of them")
+        """Restore a copy. Raises UserError when it does not fit: a silent partial load is impossible."""
+        self._check(values)
         self.copies[name] = {key: values[key].to(p.device).clone() for key, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def assign(self, values: Mapping[str, Tensor]) -> None:
+        """Give the parameters these values. Raises UserError when they do not fit."""
+        self._check(values)
+        for key, p in self.parameters.items():
+            p.copy_(values[key])
+
+    def _check(self, values: Mapping[str, Tensor]) -> None:
+        odd = sorted(values.keys() ^ self.parameters.keys())
+        if odd:
+            raise UserError(f"the saved weights do not fit the model: '{odd[0]}' is in only one of them")
+        for key, p in self.parameters.items():
+            if values[key].shape != p.shape:
+                raise UserError(
+                    f"the saved weight '{key}' has shape {tuple(values[key].shape)}, the model's {tuple(p.shape)}; "
+                    "resume with the same train.mode, lora_rank and model"
+                )
