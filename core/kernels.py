@@ -70,6 +70,8 @@ class Kernel:
         if self.score == "unscaled":
             return -square
         if bool((std <= 0).any()):
-            raise UserError("a deterministic step has no density; score only steps with noise, or use an ELBO likelihood")
+            raise UserError(
+                "a deterministic step has no density; score only steps with noise, or use an ELBO likelihood"
+            )
         std = expand(std, value)
         return -square / (2 * std.square()) - torch.log(std) - 0.5 * math.log(2 * math.pi)

@@ -99,7 +99,9 @@ class Elbo:
     def __post_init__(self) -> None:
         for name, options in (("share", SHARING), ("time_sampler", TIME_SAMPLERS), ("space", SPACES)):
             if getattr(self, name) not in options:
-                raise UserError(f"surrogate.{name} '{getattr(self, name)}' is unknown; choose one of {', '.join(options)}")
+                raise UserError(
+                    f"surrogate.{name} '{getattr(self, name)}' is unknown; choose one of {', '.join(options)}"
+                )
         if self.ratio not in ("mean", "pair"):
             raise UserError(f"surrogate.ratio '{self.ratio}' is unknown; choose mean or pair")
         if self.law not in ("uniform", "logit_normal"):

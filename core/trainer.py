@@ -196,7 +196,9 @@ class Trainer:
 
     def _skip(self) -> None:
         """A non-finite gradient: leave the weights alone, count it, and say where it came from."""
-        bad = next(k for k, p in self.parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all()))
+        bad = next(
+            k for k, p in self.parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+        )
         self.counters.skipped += 1
         self.skipped_in_a_row += 1
         self.optimizer.zero_grad(set_to_none=True)
