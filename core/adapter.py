@@ -40,7 +40,7 @@ class Layout:
     def valid(self, device: torch.device | str = "cpu") -> Tensor:
         mask = torch.zeros(len(self.sites), *self.padded, dtype=torch.bool, device=device)
         for row, sites in enumerate(self.sites):
-            mask[(row, *(slice(0, n) for n in sites))] = True
+            mask[box(row, sites)] = True
         return mask
 
 
@@ -97,7 +97,7 @@ class Adapter(ABC):
             ]
             out = rows[0].new_zeros(len(rows), *layout.padded, *rows[0].shape[len(layout.padded) :])
             for row, (x, sites) in enumerate(zip(rows, layout.sites, strict=True)):
-                out[(row, *(slice(0, n) for n in sites))] = x
+                out[box(row, sites)] = x
             noise[spec.name] = spec.project(out, layout.valid()).to(self.device)
         return noise
 
@@ -164,6 +164,11 @@ class Adapter(ABC):
             )
             for spec in self.streams
         }
+
+
+def box(row: int, sites: Sequence[int]) -> tuple[Any, ...]:
+    """The index of one sample's true sites in a padded batch."""
+    return (row, *(slice(0, n) for n in sites))
 
 
 def hold(acted: Tensor, value: Tensor, otherwise: Tensor) -> Tensor:

@@ -166,7 +166,7 @@ class Advantage:
         specs: Sequence[ScoreSpec],
         streams: Sequence[str],
     ) -> dict[str, Tensor]:
-        """scores, valid: name -> [N] over the whole batch of all processes; group: int64 [N]. -> stream -> float32 [N]."""
+        """scores, valid: name -> [N], of all processes; group: int64 [N]. -> stream -> float32 [N]."""
         weights = self.weight_of(specs)
         out: dict[str, Tensor] = {}
         for stream in streams:

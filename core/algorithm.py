@@ -70,7 +70,8 @@ class Algorithm:
             )
         if self.on_policy and self.clip is not None:
             raise UserError(
-                "algorithm.clip never binds with one update per rollout (the ratio is 1); use updates=2 or more, or clip=null"
+                "algorithm.clip never binds with one update per rollout (the ratio is 1); "
+                "use updates=2 or more, or clip=null"
             )
 
     @property

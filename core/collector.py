@@ -80,7 +80,7 @@ class Collector:
 
     def _score(self, numbered: list[tuple[int, Sample]], requests: Sequence[Request], group: Tensor) -> RewardResult:
         """Scores of all samples on every process. Rewards that compare samples see them all at once."""
-        if all(r.scope == "sample" for r in self.reward.rewards):
+        if self.reward.scope == "sample":
             mine = [n for n, _ in numbered]
             local = checked(self.reward, [s for _, s in numbered], [requests[n] for n in mine], group[mine])
             rows = [

@@ -12,7 +12,7 @@ from core.rollout import RolloutConfig
 class TrainerConfig:
     """iterations: rollouts in all. prompts x group_size: samples a rollout. micro_batch: samples a backward pass holds.
     warmup: optimizer steps of linear warm-up. *_every: in iterations, 0 = only at the end. keep: checkpoints kept.
-    shuffle_advantages: within groups, the control that must not learn. max_skipped: non-finite steps in a row allowed."""
+    shuffle_advantages: within groups, the control that must not learn. max_skipped: non-finite steps in a row."""
 
     iterations: int = 100
     prompts: int = 8

@@ -27,7 +27,7 @@ def slope(objective: Objective, log_ratio: Tensor, advantage: Tensor) -> Tensor:
 
 @torch.no_grad()
 def ratio_metrics(log_ratio: Tensor, advantage: Tensor, clip: float | None) -> dict[str, Tensor]:
-    """cleanrl's names. approx_kl is the estimator (rho - 1) - log rho; clipfrac counts samples with no gradient left."""
+    """cleanrl's names. approx_kl = (rho - 1) - log rho; clipfrac counts samples with no gradient left."""
     ratio = log_ratio.exp()
     beyond = torch.zeros_like(ratio, dtype=torch.bool)
     if clip is not None:

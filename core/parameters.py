@@ -46,7 +46,7 @@ def _inject_lora(name: str, module: nn.Module, rank: int, alpha: int, targets: S
     except ValueError as error:
         raise UserError(f"train.lora_targets {chosen} match no layer of '{name}'; name layers it has") from error
     if hasattr(module, "_hf_peft_config_loaded"):
-        module._hf_peft_config_loaded = True  # what diffusers' save and load look at
+        setattr(module, "_hf_peft_config_loaded", True)  # noqa: B010  what diffusers' save and load look at
     for p in module.parameters():
         if p.requires_grad:
             p.data = p.data.float()

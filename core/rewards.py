@@ -16,6 +16,9 @@ from core.errors import UserError
 from core.types import Request, Sample
 
 
+Scope = Literal["sample", "group", "batch"]
+
+
 @dataclass(frozen=True)
 class ScoreSpec:
     """One named score. low, high: documented range. streams: which streams this score teaches ("*" = all)."""
@@ -40,7 +43,7 @@ class Reward(Protocol):
     """Scores decoded samples. scope says what must arrive together: one sample, a whole group, or the whole batch."""
 
     scores: tuple[ScoreSpec, ...]
-    scope: Literal["sample", "group", "batch"]
+    scope: Scope
     needs: frozenset[str]
 
     def score(self, samples: Sequence[Sample], requests: Sequence[Request], group: Tensor) -> RewardResult: ...
@@ -88,6 +91,8 @@ class RewardSet:
         self.rewards = tuple(rewards)
         self.scores = tuple(spec for reward in rewards for spec in reward.scores)
         self.needs = frozenset(need for reward in rewards for need in reward.needs)
+        order: tuple[Scope, ...] = ("sample", "group", "batch")
+        self.scope: Scope = max((reward.scope for reward in rewards), key=order.index)
         names = [spec.name for spec in self.scores]
         for name in names:
             if names.count(name) > 1:

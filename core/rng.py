@@ -1,6 +1,6 @@
 """Named random streams: a generator is a pure function of the seed and of what it is for.
 
-So the same seed gives the same run on one process or several, before and after a resume: nothing has a position to save.
+So the same seed gives the same run on one process or several, before and after a resume: there is no position to save.
 Generators live on the CPU, as diffusers' do, so that a run does not depend on the device's random numbers.
 """
 

@@ -18,8 +18,8 @@ from core.types import Conditioning, State
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """sampler: a name of ``samplers.SAMPLERS``, or "stochastic" with ``kernel`` and ``noise_level``. n_steps: grid steps.
-    batch: samples a network call holds."""
+    """sampler: a name of ``samplers.SAMPLERS``, or "stochastic" with ``kernel`` and ``noise_level``.
+    n_steps: grid steps. batch: samples a network call holds."""
 
     sampler: str = "euler"
     n_steps: int = 10

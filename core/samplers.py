@@ -87,7 +87,7 @@ def _log_snr(process: Gaussian, t: Tensor) -> Tensor:
 
 @torch.no_grad()
 def dpmpp_2m(predict: Predict, state: State, noise: Noise, grid: Tensor, streams: Sequence[StreamSpec]) -> State:
-    """DPM-Solver++ multistep, order 2, midpoint (arXiv 2211.01095, algorithm 2). First and last step are first order."""
+    """DPM-Solver++ 2M, midpoint (arXiv 2211.01095, algorithm 2). First and last step are first order."""
     times, state = _times(grid, state), dict(state)
     history: dict[str, tuple[Tensor, Tensor]] = {}  # stream -> previous x0 estimate and its log-SNR
     last = len(times) - 2

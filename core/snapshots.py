@@ -1,4 +1,4 @@
-"""Named copies of the trainable parameters: old, ref, ema. One mechanism, by parameter name, never by adapter toggling."""
+"""Named copies of the trainable parameters (old, ref, ema): one mechanism, by name, never by adapter toggling."""
 
 from __future__ import annotations
 

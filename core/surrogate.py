@@ -72,7 +72,7 @@ class Experience:
         )
 
     def micro_batches(self, size: int) -> list[Experience]:
-        return [self.index(part) for part in torch.arange(len(self)).split(size)]
+        return [self.index(part) for part in torch.arange(len(self)).split(size) if len(part)]
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,8 @@ class Elbo:
             elif exp.cond.geometry[i] != exp.cond.geometry[first[rows[key]]]:
                 raise UserError(
                     f"samples that share surrogate noise differ in geometry ({dict(exp.cond.geometry[i])} and "
-                    f"{dict(exp.cond.geometry[first[rows[key]]])}); put the geometry in the request, or use surrogate.share=t"
+                    f"{dict(exp.cond.geometry[first[rows[key]]])}); "
+                    "put the geometry in the request, or use surrogate.share=t"
                 )
         generators = [generator(seed, "surrogate_noise", exp.iteration, *key, pair) for key in rows]
         unique = adapter.draw(exp.cond.index(torch.tensor(first)), generators)

@@ -149,7 +149,9 @@ class Trainer:
 
     def update(self, collected: Collected) -> dict[str, float]:
         """The optimizer steps of one iteration: samples shuffled and split into ``updates`` parts, ``epochs`` times."""
-        algorithm, rows, norms = self.algorithm, [], []
+        algorithm = self.algorithm
+        rows: list[dict[str, Any]] = []
+        norms: list[float] = []
         if "old" in algorithm.snapshots:
             self.snapshots.take("old")
         with self.timer.phase("update"):
