@@ -53,17 +53,20 @@ def save(
     """Write ``root/iteration_<n>``: one safetensors file per entry of ``tensors``, the rest in ``state.pt``.
 
     state: what torch.save takes and torch.load(weights_only=True) gives back. Afterwards all but the newest ``keep``
-    checkpoints are removed. Raises UserError when the disk is full, leaving the earlier checkpoints untouched.
+    checkpoints up to this one are removed; newer ones (damaged, or of a run that was rewound) neither count nor go.
+    Raises UserError when the disk is full, leaving the earlier checkpoints untouched.
     """
     final = root / f"{PREFIX}{iteration:06d}"
-    aside = root / f".{final.name}.{os.getpid()}"
+    aside, replaced = root / f".{final.name}.new", root / f".{final.name}.old"
     root.mkdir(parents=True, exist_ok=True)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        for leftover in root.glob(f".{PREFIX}*"):  # of a process that was killed while saving
+            shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir()
         for name, group in tensors.items():
             save_file({k: v.detach().cpu().contiguous() for k, v in group.items()}, aside / f"{name}.safetensors")
-        torch.save(dict(state), aside / "state.pt")
+        with (aside / "state.pt").open("wb") as f:  # torch's own writer does not say that the disk is full
+            torch.save(dict(state), f)
         files = sorted(p for p in aside.iterdir())
         for path in files:
             _sync(path)
@@ -71,10 +74,13 @@ def save(
         write_atomic(aside / "manifest.json", json.dumps(manifest, indent=1))
         _sync(aside)
         if final.exists():
-            shutil.rmtree(final)
+            os.replace(final, replaced)
         os.replace(aside, final)
         _sync(root)
+        shutil.rmtree(replaced, ignore_errors=True)
     except Exception as error:
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
         shutil.rmtree(aside, ignore_errors=True)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         # safetensors and torch wrap the system's error in their own types and keep only its text.
@@ -85,7 +91,7 @@ def save(
                 f"{last.name if last else 'none'}. Free some space and go on with resume={root.parent}"
             ) from error
         raise
-    for old in _all(root)[keep:]:
+    for old in [folder for folder in _all(root) if folder.name < final.name][max(keep - 1, 0) :]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -96,7 +102,7 @@ def _all(root: Path) -> list[Path]:
 
 
 def is_whole(folder: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         files = json.loads((folder / "manifest.json").read_text())["files"]
         return all(
             (folder / n).stat().st_size == size and _digest(folder / n) == sha for n, (size, sha) in files.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,7 +106,7 @@ class Collector:
         self.on_phase("reward", 0, len(numbers))
         group = torch.arange(self.sampler.batch) // size
         result = self._score(list(zip(numbers, samples, strict=True)), requests, group)
-        self._refuse_dead_scores(result, advantage, requests)
+        self._refuse_dead_scores(result, advantage.weight_of(self.reward.scores), requests)
         streams = [spec.name for spec in self.adapter.streams if spec.trainable]
         values = advantage(result.scores, result.valid, group, self.reward.scores, streams)
         if shuffle:
@@ -119,8 +119,8 @@ class Collector:
         )
         return Collected(exp, values, result, group)
 
-    def _refuse_dead_scores(self, result: RewardResult, advantage: Advantage, requests: Sequence[Request]) -> None:
-        for name in advantage.weight_of(self.reward.scores):
+    def _refuse_dead_scores(self, result: RewardResult, names: Iterable[str], requests: Sequence[Request]) -> None:
+        for name in names:
             if not bool(result.valid[name].any()):
                 raise UserError(
                     f"the score '{name}' is missing or not finite for all {len(requests)} samples (first request: "
@@ -140,4 +140,5 @@ class Collector:
         numbered = sorted(gather(self.accelerator, list(zip(numbers, mine, strict=True))), key=lambda item: item[0])
         samples = [s for _, s in numbered]
         result = checked(self.reward, samples, self.held_out, torch.arange(len(samples)))
+        self._refuse_dead_scores(result, [spec.name for spec in self.reward.scores], self.held_out)
         return samples, result, clean, cond

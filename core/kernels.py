@@ -38,12 +38,16 @@ class Kernel:
         if self.noise_level < 0:
             raise UserError(f"noise_level {self.noise_level} is negative; use 0 or more")
 
+    @property
+    def deterministic(self) -> bool:
+        return self.name == "ode" or self.noise_level == 0
+
     def coefficients(
         self, process: Gaussian, t: Tensor, t_next: Tensor, t_max: Tensor | float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(w0, w1, s), each of t's shape. t_next < t. The SDE kernels are derived for rectified flow only."""
         after = process.coefficients(t_next)
-        if self.name == "ode" or self.noise_level == 0:
+        if self.deterministic:
             return after.a, after.s, torch.zeros_like(t)
         if self.name == "cps":
             angle = self.noise_level * math.pi / 2

@@ -82,6 +82,10 @@ class Process(ABC):
     def move(self, value: Tensor, delta: Tensor) -> Tensor:
         return value + delta
 
+    def difference(self, a: Tensor, b: Tensor) -> Tensor:
+        """Elementwise a - b, the shortest one where values are periodic; 0 = equal, 1 = unequal for categories."""
+        return a - b
+
 
 class Gaussian(Process):
     """Interface of the processes x_t = a x0 + s eps; a leaf gives :meth:`coefficients`."""
@@ -206,7 +210,7 @@ class VariancePreserving(Gaussian):
     def coefficients(self, t: Tensor) -> Coefficients:
         if self.schedule == "cosine":
             angle = t * (math.pi / 2)
-            a, s = torch.cos(angle), torch.sin(angle)
+            a, s = torch.cos(angle).clamp(min=0), torch.sin(angle)  # rounding makes cos(pi / 2) negative
             return Coefficients(a, s, -(math.pi / 2) * s, (math.pi / 2) * a)
         integral = self.beta_min * t + 0.5 * (self.beta_max - self.beta_min) * t * t
         beta = self.beta_min + (self.beta_max - self.beta_min) * t
@@ -284,7 +288,8 @@ class Torus(Process):
     continuous = True
 
     def wrap(self, x: Tensor) -> Tensor:
-        return torch.remainder(x, self.period)
+        rest = torch.remainder(x, self.period)
+        return torch.where(rest < self.period, rest, 0.0)  # a tiny negative x rounds up to the period itself
 
     def shortest(self, x: Tensor) -> Tensor:
         """A displacement modulo the period, in [-period/2, period/2)."""
@@ -318,6 +323,9 @@ class Torus(Process):
 
     def move(self, value: Tensor, delta: Tensor) -> Tensor:
         return self.wrap(value + delta)
+
+    def difference(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.shortest(a - b)
 
     def errors(
         self, output: Tensor, clean: Tensor, noise: Tensor, noisy: Tensor, t: Tensor, prediction: str, space: str
@@ -359,6 +367,9 @@ class MaskedCategorical(Process):
         masked = noise[..., 0] < expand(t, clean)
         return torch.where(masked, self.n_classes, clean)
 
+    def difference(self, a: Tensor, b: Tensor) -> Tensor:
+        return (a != b).to(torch.int64)
+
     def target(self, clean: Tensor, noise: Tensor, t: Tensor, prediction: str) -> Tensor:
         one_hot = torch.nn.functional.one_hot(clean.clamp(max=self.n_classes - 1), self.n_classes)
         return torch.log(one_hot.float().clamp(min=1e-30))
@@ -368,7 +379,7 @@ class MaskedCategorical(Process):
 
     def step(self, noisy: Tensor, output: Tensor, t: Tensor, t_next: Tensor, prediction: str, noise: Tensor) -> Tensor:
         cdf = torch.softmax(output.double(), dim=-1).cumsum(-1)
-        chosen = (noise[..., 1:].double() > cdf).sum(-1).clamp(max=self.n_classes - 1)
+        chosen = (noise[..., 1:].double() >= cdf).sum(-1).clamp(max=self.n_classes - 1)
         reveal = (noisy == self.n_classes) & (noise[..., 0] >= expand(t_next, noisy))
         return torch.where(reveal, chosen, noisy)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from core.errors import UserError
 from core.types import Request, Sample
 
-
 Scope = Literal["sample", "group", "batch"]
 
 
@@ -97,6 +96,13 @@ class RewardSet:
         for name in names:
             if names.count(name) > 1:
                 raise UserError(f"two rewards give a score named '{name}'; rename one")
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Let every reward that has a ``check`` refuse requests that it cannot score, before any work."""
+        for reward in self.rewards:
+            check = getattr(reward, "check", None)
+            if check is not None:
+                check(requests)
 
     def score(self, samples: Sequence[Sample], requests: Sequence[Request], group: Tensor) -> RewardResult:
         out = RewardResult({}, {})

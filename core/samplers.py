@@ -201,6 +201,8 @@ def stochastic(
     def sample(predict: Predict, state: State, noise: Noise, grid: Tensor, streams: Sequence[StreamSpec]) -> State:
         times, state = _times(grid, state), dict(state)
         chosen = set(range(len(times) - 2) if noisy_steps is None else noisy_steps)
+        if kernel.deterministic and record is None:
+            chosen = set()  # the same operations as euler, so that zero noise is the ODE bit for bit
         for k, (t, t_next) in enumerate(zip(times[:-1], times[1:], strict=True)):
             out, before, log_prob = predict(state, t), dict(state), {}
             fresh = step_noise(k) if k in chosen else {}

@@ -47,7 +47,7 @@ def static_shift(sigma: Tensor, shift: float) -> Tensor:
 def exponential_shift(sigma: Tensor, mu: float | Tensor) -> Tensor:
     """e^mu / (e^mu + 1/sigma - 1): FLUX's dynamic shift; 0 stays 0."""
     e = torch.exp(torch.as_tensor(mu, dtype=torch.float64)).to(sigma.dtype)
-    return e * sigma / (1 + (e - 1) * sigma)
+    return e / (e + (1 / sigma - 1))
 
 
 def linear_type_shift(sigma: Tensor, mu: float) -> Tensor:
@@ -80,7 +80,7 @@ def stretch_terminal(sigmas: Tensor, terminal: float) -> Tensor:
 
 def static_grid(n_steps: int, shift: float = 1.0) -> Tensor:
     """The linear grid with a static shift, as DanceGRPO and MixGRPO sample FLUX."""
-    return static_shift(linear_grid(n_steps).double(), shift).float()
+    return static_shift(linear_grid(n_steps), shift)
 
 
 def dynamic_grid(
@@ -88,10 +88,11 @@ def dynamic_grid(
 ) -> Tensor:
     """The linear grid with FLUX's exponential shift for this many tokens (or a given mu), then a terminal stretch."""
     value = linear_mu(tokens, **mu_options) if mu is None else mu  # type: ignore[arg-type]
-    sigmas = exponential_shift(linear_grid(n_steps)[:-1].double(), value)
+    # In float32, by the scheduler's own formula: grids equal diffusers' bit for bit, and so do images.
+    sigmas = exponential_shift(linear_grid(n_steps)[:-1], value)
     if shift_terminal is not None:
         sigmas = stretch_terminal(sigmas, shift_terminal)
-    return append_zero(sigmas.float())
+    return append_zero(sigmas)
 
 
 def scheduler_grid(n_steps: int, shift: float, n_train: int = 1000) -> Tensor:

@@ -13,7 +13,7 @@ from core.rewards import RewardResult
 from core.rng import generator
 from core.snapshots import Snapshots
 from core.surrogate import variation
-from core.types import Conditioning, Request, State, index_state
+from core.types import Conditioning, Request, State, index_state, pad_noise
 
 
 def reward_metrics(result: RewardResult, advantage: Mapping[str, Tensor], group: Tensor) -> dict[str, float]:
@@ -78,7 +78,7 @@ def drift_metrics(
     arXiv 2606.27771) and squared difference relative to the start's squared norm."""
     rows = torch.arange(min(len(cond), batch))
     clean, cond = index_state(clean, rows.to(adapter.device)), cond.index(rows)
-    noise = adapter.draw(cond, [generator(seed, "drift", i) for i in rows.tolist()])
+    noise = pad_noise(adapter.draw(cond, [generator(seed, "drift", i) for i in rows.tolist()]), clean)
     t = torch.full((len(rows),), 0.5, device=adapter.device)
     noisy = adapter.perturb(clean, noise, t, cond)
     now = adapter.forward(noisy, t, cond)

@@ -30,7 +30,7 @@ from core.schedules import (
     uniform_law,
 )
 from core.streams import StreamSpec
-from core.types import Conditioning, Noise, Predictions, State, index_state
+from core.types import Conditioning, Noise, Predictions, State, index_state, pad_noise
 
 SHARING = ("none", "t", "t_noise", "batch")
 TIME_SAMPLERS = ("stratified_index", "index", "stratified", "independent")
@@ -179,7 +179,7 @@ class Elbo:
         generators = [generator(seed, "surrogate_noise", exp.iteration, *key, pair) for key in rows]
         unique = adapter.draw(exp.cond.index(torch.tensor(first)), generators)
         expand = torch.tensor([rows[key] for key in keys], device=adapter.device)
-        return {name: x[expand] for name, x in unique.items()}
+        return pad_noise({name: x[expand] for name, x in unique.items()}, exp.clean)
 
     # ---- the loss of one pair ----
 

@@ -183,10 +183,11 @@ class Trainer:
             stats = accumulate(self.adapter, self.algorithm, micro, self.snapshots, cfg.seed, n_total)
             rows.append({"group": micro.group.tolist(), "first": first} | {k: v.tolist() for k, v in stats.items()})
         sum_gradients(self.accelerator, list(self.parameters.values()))
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), cfg.max_grad_norm)
-        if not bool(torch.isfinite(norm)):
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
+        if not bool(torch.isfinite(norm)):  # before clipping: that would spread one NaN over every gradient
             self._skip()
             return []
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), cfg.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = cfg.learning_rate * min(1.0, (self.counters.steps + 1) / max(1, cfg.warmup))
         self.optimizer.step()
@@ -198,9 +199,9 @@ class Trainer:
 
     def _skip(self) -> None:
         """A non-finite gradient: leave the weights alone, count it, and say where it came from."""
-        bad = next(
-            k for k, p in self.parameters.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-        )
+        grads = {k: p.grad for k, p in self.parameters.items() if p.grad is not None}
+        largest = max(grads, key=lambda k: float(grads[k].abs().max()))  # finite ones can still overflow the norm
+        bad = next((k for k, g in grads.items() if not bool(torch.isfinite(g).all())), largest)
         self.counters.skipped += 1
         self.skipped_in_a_row += 1
         self.optimizer.zero_grad(set_to_none=True)

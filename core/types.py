@@ -56,6 +56,20 @@ def index_noise(noise: Noise, idx: Tensor | slice) -> Noise:
     return {name: x[idx] for name, x in noise.items()}
 
 
+def pad_noise(noise: Noise, state: State) -> Noise:
+    """Zero-pad the sites to the state's: part of a ragged batch draws noise only as long as its own longest sample."""
+    out: Noise = {}
+    for name, x in noise.items():
+        sites = state[name].valid.shape[1:]
+        if x.shape[1 : 1 + len(sites)] == sites:
+            out[name] = x
+        else:
+            wide = x.new_zeros(len(x), *sites, *x.shape[1 + len(sites) :])
+            wide[(slice(None), *(slice(0, n) for n in x.shape[1 : 1 + len(sites)]))] = x
+            out[name] = wide
+    return out
+
+
 def _cat_padded(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate along axis 0; the other axes are zero-padded at the end to the longest."""
     shape = [max(sizes) for sizes in zip(*(x.shape[1:] for x in tensors), strict=True)]
