@@ -59,9 +59,8 @@ def save(
     final = root / f"{PREFIX}{iteration:06d}"
     aside, replaced = root / f".{final.name}.new", root / f".{final.name}.old"
     root.mkdir(parents=True, exist_ok=True)
+    _recover(root)
     try:
-        for leftover in root.glob(f".{PREFIX}*"):  # of a process that was killed while saving
-            shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir()
         for name, group in tensors.items():
             save_file({k: v.detach().cpu().contiguous() for k, v in group.items()}, aside / f"{name}.safetensors")
@@ -79,9 +78,7 @@ def save(
         _sync(root)
         shutil.rmtree(replaced, ignore_errors=True)
     except Exception as error:
-        if replaced.exists() and not final.exists():
-            replaced.rename(final)
-        shutil.rmtree(aside, ignore_errors=True)
+        _recover(root)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         # safetensors and torch wrap the system's error in their own types and keep only its text.
         if full or "No space left" in str(error) or "os error 28" in str(error):
@@ -94,6 +91,16 @@ def save(
     for old in [folder for folder in _all(root) if folder.name < final.name][max(keep - 1, 0) :]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _recover(root: Path) -> None:
+    """Undo what a save that did not finish left behind, also when its process was killed. For the writer only."""
+    for leftover in root.glob(f".{PREFIX}*"):
+        final = root / leftover.stem[1:]
+        if leftover.suffix == ".old" and not final.exists():
+            leftover.rename(final)
+        else:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _all(root: Path) -> list[Path]:
@@ -111,8 +118,9 @@ def is_whole(folder: Path) -> bool:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint, or None."""
-    return next((folder for folder in _all(root) if is_whole(folder)), None)
+    """The newest whole checkpoint, or None. Only looks: a run may be saving meanwhile."""
+    replaced = sorted(root.glob(f".{PREFIX}*.old"), reverse=True)  # of a process killed between two renames
+    return next((folder for folder in [*_all(root), *replaced] if is_whole(folder)), None)
 
 
 def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

@@ -40,14 +40,22 @@ class Guidance:
         def guided(noisy: State, t: Tensor) -> Predictions:
             positive = adapter.forward(noisy, t, cond)
             negative = adapter.forward(noisy, t, cond, branch="null")
-            return {name: self._combine(positive[name], negative[name]) for name in positive}
+            return {name: self._combine(positive[name], negative[name], noisy[name].valid) for name in positive}
 
         return guided
 
-    def _combine(self, positive: Tensor, negative: Tensor) -> Tensor:
+    def _combine(self, positive: Tensor, negative: Tensor, valid: Tensor) -> Tensor:
         out = negative + self.scale * (positive - negative)
         if self.rescale == 0:
             return out
-        axes = tuple(range(1, out.ndim))
-        std = positive.std(dim=axes, keepdim=True) / out.std(dim=axes, keepdim=True).clamp(min=1e-8)
-        return torch.lerp(out, out * std, self.rescale)
+        ratio = _std(positive, valid) / _std(out, valid).clamp(min=1e-8)
+        return torch.lerp(out, out * ratio, self.rescale)
+
+
+def _std(x: Tensor, valid: Tensor) -> Tensor:
+    """Per-sample std over valid sites and their events, keeping the axes; padding does not count."""
+    mask = valid.reshape(valid.shape + (1,) * (x.ndim - valid.ndim)).expand_as(x)
+    axes = tuple(range(1, x.ndim))
+    n = mask.sum(axes, keepdim=True).clamp(min=1)
+    mean = torch.where(mask, x, 0.0).sum(axes, keepdim=True) / n
+    return torch.sqrt(torch.where(mask, x - mean, 0.0).square().sum(axes, keepdim=True) / n)

@@ -172,7 +172,7 @@ class FluxAdapter(Adapter):
                 img_ids=self.pipe._prepare_latent_image_ids(1, h, w, self.device, torch.float32),
                 return_dict=False,
             )[0]
-            out[: len(rows), : h * w] = velocity.to(out.dtype)
+            out[rows, : h * w] = velocity.to(out.dtype)
         return {"image": out}
 
     @torch.no_grad()

@@ -62,12 +62,17 @@ def check_overrides(config_name: str, arguments: list[str]) -> None:
             raise UserError(f"unknown key '{key}'{_closest(key, known + list(groups))}")
 
 
+def register(config_name: str, schema: type) -> None:
+    """Make ``<config_name>_schema`` known to Hydra; the YAML names it first in its defaults."""
+    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+
+
 def run(config_name: str, schema: type, body: Callable[[DictConfig], None]) -> None:
     """Compose ``conf/<config_name>.yaml`` over ``schema`` with the command line and call ``body``.
 
     A UserError ends the process with status 2 and one line on stderr; VGRPO_DEBUG=1 shows the traceback.
     """
-    ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+    register(config_name, schema)
     arguments = sys.argv[1:]
     try:
         if not {"--help", "-h", "--hydra-help"} & set(arguments):

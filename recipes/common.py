@@ -188,6 +188,16 @@ def check_space(folder: Path, parameters: Mapping[str, torch.nn.Parameter], keep
         )
 
 
+def quiet_libraries() -> None:
+    """diffusers and transformers draw progress bars of their own, and warn of our autoencoder's class."""
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+
+
 class Screen:
     """Progress on the terminal: iteration bar with reward and ETA, and the phase below it."""
 
@@ -223,6 +233,7 @@ def launch(
     make_requests: Callable[[DictConfig], tuple[list[Request], list[Request]]],
 ) -> None:
     """Run a recipe: train, resume, or doctor."""
+    quiet_libraries()
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )

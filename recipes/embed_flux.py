@@ -28,13 +28,25 @@ from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from modalities.linear_autoencoder import LinearAutoencoder
-from rewards.scenes import COLOURS, COUNTS, RELATIONS, SHAPES, SIZE, TAGS, Clause, Scene
-from rewards.scenes import near_miss, render, split, verify
+from rewards.scenes import (
+    COLOURS,
+    COUNTS,
+    RELATIONS,
+    SHAPES,
+    SIZE,
+    TAGS,
+    Clause,
+    Scene,
+    near_miss,
+    render,
+    split,
+    verify,
+)
 
 TEXT_LENGTH, TEXT_WIDTH = 10, 64
 GUIDANCE = 3.5
-# Below t = 0.7 the objects can be seen in the noise, so only higher times teach the network to read its prompt; with the
-# usual mean of 0 that is a fifth of the samples and pictures are crisp long before they are what was asked for.
+# Below t = 0.7 the objects can be seen in the noise, so only higher times teach the network to read its prompt; with
+# the usual mean of 0 that is a fifth of the samples and pictures are crisp long before they are what was asked for.
 T_MEAN = 1.0
 EMPTY_SHARE = 0.05  # of captions are empty, so that true guidance has something to push away from
 TAG_SHARE = {"single_object": 1, "colors": 1, "counting": 2, "two_object": 1.5, "color_attr": 2, "position": 3}

@@ -166,11 +166,11 @@ def health(rows: Sequence[Row]) -> list[Finding]:
 
 def _judge(panel: Panel, rows: Sequence[Row]) -> Finding:
     drawn = [lines(rows, key) for key in panel.keys]
-    if not any(drawn):
-        return Finding(panel.name, None, "Not recorded yet.")
-    judged = [_per_iteration(found.values(), panel.worst) for found in drawn]
-    ok, sentence = panel.judge(*judged, *(line(rows, key)[1] for key in panel.extra))
     lost = sum(_lost(rows, key) for key in panel.keys if not key.startswith("reward/"))
+    ok, sentence = None, "Not recorded yet."
+    if any(drawn):
+        judged = [_per_iteration(found.values(), panel.worst) for found in drawn]
+        ok, sentence = panel.judge(*judged, *(line(rows, key)[1] for key in panel.extra))
     if lost:
         ok, sentence = False, f"{lost} recorded value{_s(lost)} not finite. {sentence}"
     return Finding(panel.name, ok, sentence)

@@ -1,7 +1,7 @@
 """Scenes of coloured shapes: prompts in the manner of GenEval, a renderer, and an exact verifier.
 
 A scene is drawn on 32x32 pixels: a 4x4 grid of 8 px cells, at most one object in a cell, four shapes in four
-colours on a plain white or dark background. The verifier reads objects back from pixels, so it needs no model and
+colours on a plain background. The verifier reads objects back from pixels, so it needs no model and
 can be wrong only where the picture itself is unclear.
 """
 
@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from scipy import ndimage
 
+from core.errors import UserError
 from core.rewards import RewardResult, ScoreSpec
 from core.types import Request, Sample
 
 SIZE, GRID, CELL = 32, 4, 8
 SHAPES = ("circle", "square", "triangle", "cross")
 COLOURS = {"red": (230, 30, 30), "green": (20, 215, 60), "blue": (40, 70, 230), "yellow": (250, 210, 20)}
-BACKGROUNDS = ((255, 255, 255), (24, 24, 24))
+BACKGROUNDS = ((255, 255, 255),)
 COUNTS = {1: "a", 2: "two", 3: "three", 4: "four", 5: "five"}
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
@@ -133,7 +134,7 @@ def parse(prompt: str) -> Scene:
 
 
 def near_miss(scene: Scene, rng: np.random.Generator) -> Scene:
-    """A scene that differs from `scene` in one thing: a shape, a colour, the count, the relation, or swapped colours."""
+    """A scene one thing away from `scene`: a shape, a colour, the count, the relation, or the two colours swapped."""
     clauses = list(scene.clauses)
     i = int(rng.integers(len(clauses)))
     clause = clauses[i]
@@ -296,6 +297,14 @@ class SceneReward:
         if correct_weight < 0 or found_weight < 0 or abs(correct_weight + found_weight - 1) > 1e-6:
             raise ValueError(f"weights must be non-negative and sum to 1, got {correct_weight} and {found_weight}")
         self.correct_weight, self.found_weight = correct_weight, found_weight
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises UserError for a prompt outside the grammar: it could never be scored."""
+        for request in requests:
+            try:
+                parse(str(request.inputs.get("prompt")))
+            except ValueError as error:
+                raise UserError(f"reward 'scene': {error}; use data.prompts=scenes, or another reward") from error
 
     def score(
         self, samples: Sequence[Sample], requests: Sequence[Request], group: torch.Tensor | None = None

@@ -140,7 +140,8 @@ def test_errors_and_distance(process: Gaussian, t: float, seed: int) -> None:
         torch.testing.assert_close(square, d * d)
         torch.testing.assert_close(absolute, d.abs())
         perfect = process.target(x0, eps, times(t), "eps")
-        torch.testing.assert_close(process.distance(out, perfect, noisy, times(t), "eps", space), d * d, rtol=1e-5, atol=1e-8)
+        distance = process.distance(out, perfect, noisy, times(t), "eps", space)
+        torch.testing.assert_close(distance, d * d, rtol=1e-5, atol=1e-8)
         assert not process.distance(out, out, noisy, times(t), "eps", space).any()
 
 
@@ -245,7 +246,8 @@ def test_revealed_class_follows_the_probabilities() -> None:
     process, g = MaskedCategorical(3), torch.Generator().manual_seed(0)
     p = torch.tensor([0.5, 0.0, 0.5])
     noise = process.draw((1, 20_000), g)
-    out = process.step(process.prior(noise), p.log().expand(1, 20_000, 3), times(1.0, 1), times(0.0, 1), "logits", noise)
+    logits = p.log().expand(1, 20_000, 3)
+    out = process.step(process.prior(noise), logits, times(1.0, 1), times(0.0, 1), "logits", noise)
     share = torch.bincount(out.flatten(), minlength=3) / 20_000
     assert share[1] == 0
     assert abs(float(share[0]) - 0.5) < 0.015
@@ -257,7 +259,8 @@ def test_masked_loss_is_weighted_cross_entropy(seed: int, t: float) -> None:
     noisy, logits = process.perturb(clean, noise, times(t)), torch.randn(3, 7, N_CLASSES)
     loss, absolute = process.errors(logits, clean, noise, noisy, times(t), "logits", "x0")
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), clean, reduction="none") / t
-    torch.testing.assert_close(loss.double(), torch.where(noise[..., 0] < t, expected, 0.0).double(), rtol=1e-5, atol=1e-6)
+    expected = torch.where(noise[..., 0] < t, expected, 0.0)
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
     assert absolute is None
     assert not process.distance(logits, logits, noisy, times(t), "logits", "x0").any()
     assert (process.distance(logits, logits.flip(-1), noisy, times(t), "logits", "x0") >= -1e-6).all()
@@ -315,7 +318,8 @@ def test_log_prob_is_the_gaussian_density(seed: int, std: float) -> None:
     value, mean = pair(seed)
     expected = torch.distributions.Normal(mean, std).log_prob(value)
     torch.testing.assert_close(Kernel("dance_sde").log_prob(value, mean, times(std)), expected)
-    torch.testing.assert_close(Kernel("cps", score="unscaled").log_prob(value, mean, times(std)), -((value - mean) ** 2))
+    unscaled = Kernel("cps", score="unscaled").log_prob(value, mean, times(std))
+    torch.testing.assert_close(unscaled, -((value - mean) ** 2))
     with pytest.raises(UserError, match="no density"):
         Kernel("dance_sde").log_prob(value, mean, times(0.0))
 

@@ -30,7 +30,7 @@ def exact(process: Gaussian, t: Tensor, z: Tensor) -> Tensor:
     return c.a * MEAN + torch.sqrt(c.a**2 * STD**2 + c.s**2) * z
 
 
-def field(process: Gaussian, prediction: str):  # noqa: ANN201
+def field(process: Gaussian, prediction: str):
     def predict(state: State, t: Tensor) -> Predictions:
         x, c = state["x"].value, process.at(t, state["x"].value)
         x0 = MEAN + c.a * STD**2 / (c.a**2 * STD**2 + c.s**2) * (x - c.a * MEAN)
@@ -88,7 +88,8 @@ def test_an_oracle_is_exact_in_one_step(name: str) -> None:
     flow, x0 = RectifiedFlow(), torch.randn(2, 5, dtype=torch.float64)
     noise = torch.randn(2, 5, dtype=torch.float64)
     sampler = SAMPLERS.get(name) or stochastic(Kernel("flow_sde"), lambda k: {"x": noise})
-    out = sampler(lambda s, t: {"x": noise - x0}, {"x": Field.dense(noise)}, {"x": noise}, linear_grid(1), [spec_of(flow)])
+    start = {"x": Field.dense(noise)}
+    out = sampler(lambda s, t: {"x": noise - x0}, start, {"x": noise}, linear_grid(1), [spec_of(flow)])
     torch.testing.assert_close(out["x"].value, x0)
 
 
@@ -102,7 +103,7 @@ def rollout(adapter: Tiny, sampler: object, grid: Tensor, *, groups: int = 2) ->
     return prior, sampler(adapter.guidance.bind(adapter, exp.cond), prior, noise, grid, adapter.streams)
 
 
-def step_noise(adapter: Tiny):  # noqa: ANN201
+def step_noise(adapter: Tiny):
     exp = experience(adapter)
     return lambda k: adapter.draw(exp.cond, [torch.Generator().manual_seed(100 * k + i) for i in range(len(exp))])
 

@@ -293,7 +293,8 @@ LAWS = [
 def test_strata_of_a_law(options: dict, law: object, cdf: object) -> None:
     """Through the cumulative distribution, t lies once in each of n equal strata, uniformly inside."""
     elbo, adapter = Elbo(n_pairs=5, time_sampler="stratified", **options), Tiny()
-    u = torch.stack([cdf(elbo.times(experience(adapter, size=2, groups=1, iteration=k), SEED)[:, 0]) for k in range(800)])
+    exp = experience(adapter, size=2, groups=1)
+    u = torch.stack([cdf(elbo.times(replace(exp, iteration=k), SEED)[:, 0]) for k in range(800)])
     inside = 5 * u - torch.arange(5)
     assert inside.min() > -1e-4
     assert inside.max() < 1 + 1e-4
@@ -389,7 +390,8 @@ def one_graph(adapter: Tiny, algorithm: Algorithm, exp: Experience, snapshots: o
             loss = loss / mean((v[elbo.space] - truth).abs()).detach().clamp(min=elbo.floor)
         surrogate.append(-loss)
         for r in algorithm.regularisers:
-            penalty = penalty + r.weight * mean((v[r.space] - views(row[r.to], z, t_)[r.space]) ** 2).sum() / len(inputs)
+            d = v[r.space] - views(row[r.to], z, t_)[r.space]
+            penalty = penalty + r.weight * mean(d**2).sum() / len(inputs)
     new = torch.stack(surrogate)
     old = new.detach() if exp.old is None else exp.old["x"]
     log_ratio = new - old if elbo.ratio == "pair" else (new.mean(0) - old.mean(0))[None]
@@ -582,7 +584,8 @@ def test_longer_samples_do_not_weigh_more() -> None:
         clean = {"x": Field(*(torch.cat([x] * times, 1) for x in (f.value, f.valid, f.acted)))}
         wide = {"x": torch.cat([noise["x"]] * times, 1)}
         noisy = adapter.perturb(clean, wide, t, exp.cond)
-        return elbo.losses(adapter, replace(exp, clean=clean), noisy, wide, t, {"x": torch.cat([out["x"]] * times, 1)})["x"]
+        network = {"x": torch.cat([out["x"]] * times, 1)}
+        return elbo.losses(adapter, replace(exp, clean=clean), noisy, wide, t, network)["x"]
 
     torch.testing.assert_close(loss(2), loss(1), rtol=1e-12, atol=0)
 

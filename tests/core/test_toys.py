@@ -34,7 +34,7 @@ class Toy:
 
 
 TOYS = {
-    "sequence": Toy(sequence.SequenceAdapter, sequence.Ramp(), sequence.make_requests, sequence.data),
+    "sequence": Toy(sequence.SequenceAdapter, sequence.Side(), sequence.make_requests, sequence.data),
     "molecule": Toy(molecule.MoleculeAdapter, molecule.Shape(), molecule.make_requests, molecule.data),
     "torus": Toy(torus.TorusAdapter, torus.Turn(), torus.make_requests, torus.data),
 }
@@ -54,9 +54,9 @@ def rises(toy: Toy, adapter: Adapter, folder: Path, **options: object) -> dict[s
     adapter = copy.deepcopy(adapter)
     scores: list[dict[str, torch.Tensor]] = []
     config = TrainerConfig(
-        iterations=20,
+        iterations=30,
         micro_batch=24,
-        learning_rate=2e-3,
+        learning_rate=3e-3,
         warmup=5,
         rollout=RolloutConfig(n_steps=8, batch=48),
         eval_every=0,

@@ -16,7 +16,8 @@ from core.parameters import make_trainable
 from core.samplers import euler
 from core.types import Conditioning, Request, Sample
 from modalities.flux import FluxAdapter
-from tests.modalities.tiny_flux import save_tiny_flux
+from modalities.linear_autoencoder import LinearAutoencoder
+from tests.modalities.tiny_flux import build_tiny_flux, save_tiny_flux
 
 PROMPTS = ["a red cat", "two dogs", "zebra on the left of an owl"]
 LENGTH, STEPS = 16, 4
@@ -264,6 +265,19 @@ def test_full_export_loads_into_the_pipeline(folder: Path, tmp_path: Path) -> No
     assert 'subfolder="transformer"' in (tmp_path / "full" / "README.md").read_text()
 
 
+def test_a_pipeline_with_this_repositorys_autoencoder(tmp_path: Path) -> None:
+    pipe = build_tiny_flux()
+    pipe.register_modules(vae=LinearAutoencoder().eval())
+    pipe.save_pretrained(tmp_path / "embedded")
+    adapter = adapter_at(tmp_path / "embedded")
+    images = reference(frozen(pipe), PROMPTS, [0, 1, 2], 32, 32)
+    assert_same(sample(adapter, adapter.encode(requests_of(PROMPTS)), [0, 1, 2]), images)
+    make_trainable(adapter.modules(), "lora", rank=2, alpha=2)
+    adapter.export(tmp_path / "lora")
+    # diffusers loads such a component only where its module has been imported; the reader must be told.
+    assert "import modalities.linear_autoencoder\n" in (tmp_path / "lora" / "README.md").read_text()
+
+
 def gradients(adapter: FluxAdapter) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     parameters = make_trainable(adapter.modules(), "lora", rank=4, alpha=8)
@@ -271,9 +285,8 @@ def gradients(adapter: FluxAdapter) -> dict[str, torch.Tensor]:
     cond = adapter.encode([Request({"prompt": p}, {"width": w}) for p, w in zip(PROMPTS, (32, 48, 32), strict=True)])
     state = adapter.prior(adapter.draw(cond, generators([0, 1, 2])), cond)
     adapter.forward(state, torch.tensor([0.9, 0.5, 0.2]), cond)["image"].square().sum().backward()
-    with_gradient = {
-        n for m in (adapter.transformer, adapter.pipe.vae) for n, p in m.named_parameters() if p.grad is not None
-    }
+    networks = (adapter.transformer, adapter.pipe.vae)
+    with_gradient = {name for net in networks for name, p in net.named_parameters() if p.grad is not None}
     assert with_gradient == {name.removeprefix("transformer.") for name in parameters}
     return {name: p.grad for name, p in parameters.items()}
 

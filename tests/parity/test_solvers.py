@@ -57,7 +57,10 @@ def test_our_mixture_velocity(entry: Entry) -> None:
     entry.check("velocity_at_probe", torch.stack(out))
 
 
-@pytest.mark.parametrize("entry", [e for e in entries("solvers") if e.params.get("solver", "")[:5] == "euler"], ids=by_id)
+EULER = [e for e in entries("solvers") if e.params.get("solver", "").startswith("euler")]
+
+
+@pytest.mark.parametrize("entry", EULER, ids=by_id)
 def test_euler_grids(entry: Entry) -> None:
     n = entry.params["steps"]
     if "mu" in entry.params:

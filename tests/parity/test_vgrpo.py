@@ -1,7 +1,7 @@
 """The V-GRPO objective and its gradient, through the code that trains: ``core.update.accumulate``.
 
-The "network" is a table of velocities [sample, pair, ...], so that its gradient is d loss / d velocity. The stored times
-become the rollout grid with as many pairs as steps: stratification then takes every one of them.
+The "network" is a table of velocities [sample, pair, ...], so that its gradient is d loss / d velocity. The stored
+times become the rollout grid with as many pairs as steps: stratification then takes every one of them.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ class Run:
         self.table = self.adapter.net["table"]
         self.soft = Advantage(clamp=None, soft_clip=p["soft_clip_eta"]).limit(entry["advantage"])
         penalty = (Regulariser("old", p["beta"], "x0"),) if p["beta"] else ()
-        self.algorithm = Algorithm(
-            elbo=Elbo(n_pairs=len(times), ratio=ratio), clip=p["clip"], regularisers=penalty, updates=2 if store_old else 1
-        )
+        elbo = Elbo(n_pairs=len(times), ratio=ratio)
+        self.algorithm = Algorithm(elbo, clip=p["clip"], regularisers=penalty, updates=2 if store_old else 1)
         self.exp = Experience(
             {"x": Field.dense(clean, n_event)},
             self.adapter.encode([Request()] * len(clean)),

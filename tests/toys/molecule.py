@@ -13,7 +13,7 @@ from core.rewards import RewardResult, ScoreSpec
 from core.streams import StreamSpec
 from core.types import Conditioning, Predictions, Request, Sample, State
 
-N_TYPES, RADIUS = 3, 2.0
+N_TYPES, LARGE = 3, 5
 POSITIONS = StreamSpec("positions", RectifiedFlow(), "velocity", ("atom",), ("xyz",), dof="sites-1")
 
 
@@ -69,7 +69,7 @@ class MoleculeAdapter(Adapter):
 
 
 class Shape:
-    """Radius of gyration near RADIUS teaches the positions, the share of type 0 teaches the types."""
+    """Small molecules should be wide and of type 0, LARGE ones narrow and of type 1; each score has its own stream."""
 
     scores = (ScoreSpec("radius", -10.0, 0.0, ("positions",)), ScoreSpec("composition", 0.0, 1.0, ("types",)))
     scope = "sample"
@@ -77,10 +77,11 @@ class Shape:
 
     def score(self, samples: Sequence[Sample], requests: Sequence[Request], group: Tensor) -> RewardResult:
         radius, share = torch.full((2, len(samples)), float("nan"))
-        for i, s in enumerate(samples):
+        for i, (s, r) in enumerate(zip(samples, requests, strict=True)):
             if s.ok:
-                radius[i] = -(s.parts["xyz"].square().sum(-1).mean().sqrt() - RADIUS).abs()
-                share[i] = (s.parts["types"] == 0).float().mean()
+                goal, kind = (0.6, 1) if r.geometry["n_atoms"] >= LARGE else (1.6, 0)
+                radius[i] = -(s.parts["xyz"].square().sum(-1).mean().sqrt() - goal).abs()
+                share[i] = (s.parts["types"] == kind).float().mean()
         scores = {"radius": radius, "composition": share}
         return RewardResult(scores, {name: x.isfinite() for name, x in scores.items()})
 
@@ -94,5 +95,5 @@ def data(state: State, requests: Sequence[Request], generator: torch.Generator) 
     x, types = state["positions"], state["types"]
     scale = 0.5 + 0.4 * torch.rand(len(x.value), 1, 1, generator=generator)
     xyz = POSITIONS.project(scale * torch.randn(x.value.shape, generator=generator), x.valid)
-    kinds = (torch.rand(types.value.shape, generator=generator)[..., None] > torch.tensor([0.3, 0.65])).sum(-1)
+    kinds = (torch.rand(types.value.shape, generator=generator)[..., None] > torch.tensor([1 / 3, 2 / 3])).sum(-1)
     return {"positions": x.with_value(xyz), "types": types.with_value(torch.where(types.valid, kinds, 0))}

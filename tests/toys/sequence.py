@@ -65,33 +65,34 @@ class SequenceAdapter(Adapter):
         return [Sample({"level": x}) if bool(torch.isfinite(x).all()) else Sample({}, ok=False) for x in values]
 
 
-class Ramp:
-    """Minus the mean distance of the infilled places from a ramp; the pre-training data is flat."""
+class Side:
+    """Minus the distance of the infilled part's mean from 1 or -1, whichever side the prefix starts on."""
 
-    scores = (ScoreSpec("ramp", -10.0, 0.0),)
+    scores = (ScoreSpec("side", -10.0, 0.0),)
     scope = "sample"
     needs = frozenset({"level"})
 
     def score(self, samples: Sequence[Sample], requests: Sequence[Request], group: Tensor) -> RewardResult:
         score = torch.full((len(samples),), float("nan"))
         for i, (s, r) in enumerate(zip(samples, requests, strict=True)):
+            prefix = r.inputs["prefix"]
             if s.ok:
-                start, level = len(r.inputs["prefix"]), s.parts["level"]
-                score[i] = -(level - (torch.arange(len(level)) / 2 - 2))[start:].abs().mean()
-        return RewardResult({"ramp": score}, {"ramp": score.isfinite()})
+                score[i] = -(s.parts["level"][len(prefix) :].mean() - (1 if prefix[0] > 0 else -1)).abs()
+        return RewardResult({"side": score}, {"side": score.isfinite()})
 
 
 def make_requests(n: int, seed: int) -> list[Request]:
     g = torch.Generator().manual_seed(seed)
-    rows = [(0.5 * torch.randn(2, generator=g), torch.randint(5, 10, (), generator=g)) for _ in range(n)]
-    return [Request({"prefix": p.tolist()}, {"length": int(length)}) for p, length in rows]
+    levels, lengths = torch.randn(n, 2, generator=g), torch.randint(5, 10, (n,), generator=g)
+    rows = zip((levels[:, :1] + 0.2 * levels).tolist(), lengths.tolist(), strict=True)
+    return [Request({"prefix": prefix}, {"length": length}) for prefix, length in rows]
 
 
 def data(state: State, requests: Sequence[Request], generator: torch.Generator) -> State:
-    """What the model is pre-trained on, in the shape of ``state``: levels scattered around half the prefix's mean."""
+    """What the model is pre-trained on, in the shape of ``state``: levels scattered around a fifth of the prefix's."""
     f = state["level"]
     given = (f.valid & ~f.acted)[..., None]
-    centre = (f.value * given).sum(1, keepdim=True) / given.sum(1, keepdim=True) / 2
+    centre = (f.value * given).sum(1, keepdim=True) / given.sum(1, keepdim=True) / 5
     drawn = centre + 0.6 * torch.randn(len(f.value), 1, 1, generator=generator)
     drawn = drawn + 0.2 * torch.randn(f.value.shape, generator=generator)
     return {"level": f.with_value(hold(f.acted, drawn, f.value))}
