@@ -110,7 +110,7 @@ def apply(transform: Transform, scores: Tensor, valid: Tensor, group: Tensor) ->
 class Advantage:
     """Scores -> one advantage per sample and stream.
 
-    weights: score name -> weight; scores not named are logged but teach nothing; None = all, weight 1.
+    weights: score name -> weight; scores not named are only measured; None = all that teach, weight 1.
     scale: "group" std, "global" std of the batch, or "none". combine: "advantages" normalises each score and then adds
     (a score of small range is not drowned), "rewards" adds first. clamp, soft_clip: applied to the combination.
     """
@@ -148,7 +148,7 @@ class Advantage:
         """Score name -> weight. Raises UserError for a weight whose score does not exist."""
         names = [spec.name for spec in specs]
         if self.weights is None:
-            return dict.fromkeys(names, 1.0)
+            return {spec.name: 1.0 for spec in specs if spec.teaches}
         for name in self.weights:
             if name not in names:
                 close = difflib.get_close_matches(name, names, 1)

@@ -71,12 +71,13 @@ class Collector:
             part = slice(start, start + config.batch)
             cond = self.cache.get(requests[part])
             state, grid = generate(self.adapter, cond, names[part], config, self.sampler.seed)
+            state, finite = _finite(state)
             states.append(state)
             conds.append(cond)
             grids.append(grid)
-            samples += self.adapter.decode(state, cond)
-        grid = grids[0] if grids[0].ndim == 1 else torch.cat(grids, dim=1)
-        return cat_states(states), Conditioning.collate(conds), grid, samples
+            decoded = self.adapter.decode(state, cond)
+            samples += [s if ok else replace(s, ok=False) for s, ok in zip(decoded, finite, strict=True)]
+        return cat_states(states), Conditioning.collate(conds), _cat_grids(grids, [len(c) for c in conds]), samples
 
     def _score(self, numbered: list[tuple[int, Sample]], requests: Sequence[Request], group: Tensor) -> RewardResult:
         """Scores of all samples on every process. Rewards that compare samples see them all at once."""
@@ -142,3 +143,23 @@ class Collector:
         result = checked(self.reward, samples, self.held_out, torch.arange(len(samples)))
         self._refuse_dead_scores(result, [spec.name for spec in self.reward.scores], self.held_out)
         return samples, result, clean, cond
+
+
+def _finite(state: State) -> tuple[State, list[bool]]:
+    """Zero the samples that are NaN or infinite, and say which are not: 0 times NaN would reach every gradient."""
+    ok = torch.stack([torch.isfinite(f.value).flatten(1).all(1) for f in state.values()]).all(0)
+    if bool(ok.all()):
+        return state, ok.tolist()
+    zeroed = {
+        name: f.with_value(torch.where(ok.reshape(-1, *(1,) * (f.value.ndim - 1)), f.value, 0))
+        for name, f in state.items()
+    }
+    return zeroed, ok.tolist()
+
+
+def _cat_grids(grids: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """[n + 1] where every part had the same grid, otherwise one column a sample."""
+    if all(g.ndim == 1 and torch.equal(g, grids[0]) for g in grids):
+        return grids[0]
+    columns = [g if g.ndim == 2 else g.unsqueeze(1).expand(-1, n) for g, n in zip(grids, sizes, strict=True)]
+    return torch.cat(columns, dim=1)

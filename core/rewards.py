@@ -20,12 +20,16 @@ Scope = Literal["sample", "group", "batch"]
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """One named score. low, high: documented range. streams: which streams this score teaches ("*" = all)."""
+    """One named score. low, high: documented range. streams: which streams this score teaches ("*" = all).
+
+    teaches: False = only measured, unless ``Advantage.weights`` names it.
+    """
 
     name: str
     low: float
     high: float
     streams: tuple[str, ...] = ("*",)
+    teaches: bool = True
 
 
 @dataclass

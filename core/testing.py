@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from core.adapter import Adapter, hold
+from core.adapter import Adapter, box, hold
 from core.algorithm import Algorithm
 from core.cache import ConditioningCache
 from core.processes import Gaussian
@@ -209,11 +209,8 @@ def _prepare(adapter: Adapter, requests: Sequence[Request], data: State | None, 
             f"'{spec.prediction}' says nothing of the data (eps or score at pure noise: start the grid below 1)",
             spec.name,
         )
-    spaces = set.intersection(*(set(spec.process.spaces) for spec in adapter.streams if spec.trainable))
-    expect(len(spaces) > 0, "the streams' processes have no common space for the surrogate")
-    elbo = Elbo(
-        n_pairs=2, time_sampler="stratified", normalize=False, space="x0" if "x0" in spaces else sorted(spaces)[0]
-    )
+    elbo = Elbo(n_pairs=2, time_sampler="stratified", normalize=False)
+    elbo.check(adapter.streams, len(grid) - 1)
     signs = torch.where(member % 2 == 0, 1.0, -1.0)
     advantage = {spec.name: signs for spec in adapter.streams if spec.trainable}
     exp = Experience(clean, cond, group, member, grid, 0, advantage)
@@ -269,10 +266,9 @@ def _check_draw(case: Case) -> None:
             spec.name,
         )
         row = alone[spec.name][0]
-        window = (len(x) - 1, *(slice(0, n) for n in row.shape))
-        sites = valid[(len(x) - 1, *(slice(0, n) for n in row.shape[: valid.ndim - 1]))]
+        sites = valid[box(len(x) - 1, row.shape[: valid.ndim - 1])]
         case.expect(
-            torch.equal(x[window][sites], row[sites]),
+            torch.equal(x[box(len(x) - 1, row.shape)][sites], row[sites]),
             "a sample's noise changes with the batch it is drawn in; draw each sample at its own size, then pad",
             spec.name,
         )
@@ -669,12 +665,12 @@ def _check_conditioning(case: Case) -> None:
     )
     for request, cached in zip(requests, single, strict=True):
         fresh = adapter.encode([request]).to(adapter.device)
-        a, b = (adapter.prior(adapter.draw(c, [generator(SEED, "cached")]), c) for c in (fresh, cached))
+        priors = [adapter.prior(adapter.draw(c, [generator(SEED, "cached")]), c) for c in (fresh, cached)]
         for spec in adapter.streams:
-            gap = spec.process.difference(a[spec.name].value, b[spec.name].value).abs().double()
+            one, other = (prior[spec.name] for prior in priors)
+            gap = spec.process.difference(one.value, other.value).abs().double()
             case.expect(
-                (gap <= case.atol * (1 + a[spec.name].value.abs())).all()
-                and torch.equal(a[spec.name].acted, b[spec.name].acted),
+                bool((gap <= case.atol * (1 + one.value.abs())).all()) and torch.equal(one.acted, other.acted),
                 f"the prior of {dict(request.geometry)} differs between a fresh encoding and a cached one; layout must "
                 "cut tensors that were padded by what they were encoded with",
                 spec.name,

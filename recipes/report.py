@@ -351,7 +351,7 @@ def _axes(width: int, height: int) -> tuple[Figure, Axes]:
     axes.grid(axis="y", color=RULE, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, length=0, labelsize=9, pad=5)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.margins(x=0.015)
     return figure, axes
@@ -435,20 +435,24 @@ def panel_chart(run: Run, panel: Panel, width: int, height: int) -> str:
     figure, axes = _axes(width, height)
     found = {label: values for key in panel.keys for label, values in lines(run.rows, key).items()}
     for k, (label, values) in enumerate(found.items()):
-        _draw(axes, values, PALETTE[k % len(PALETTE)], label, width=1.5)
+        _draw(axes, values, PALETTE[k % len(PALETTE)], _shorter(label), width=1.5)
     low, high = axes.get_ylim()
     span = max(high - low, 1e-12)
     for limit in panel.limits:
         if low - 2 * span <= limit <= high + 2 * span:
             axes.axhline(limit, color=RED, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 4))
     if 1 < len(found) <= 4:
         _legend(axes, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0, columnspacing=1)
     if panel.keys[0].endswith("fraction") and high > 1:
         axes.set_ylim(top=1.002)
     return _picture(figure, f"{panel.name} over iterations")
+
+
+def _shorter(label: str) -> str:
+    return label.replace("ratio max deviation", "largest").replace("ratio first deviation", "before the first update")
 
 
 def cost_chart(run: Run, width: int, height: int, most: int = 60) -> str:
@@ -613,7 +617,7 @@ def _algorithm(run: Run) -> str:
 def _title(run: Run) -> str:
     goal = run.option("train.iterations")
     short = goal is not None and run.iterations < goal
-    state = f"stopped at iteration {run.iterations} of {goal}" if short else f"{run.iterations} iterations"
+    state = f"iteration {run.iterations} of {goal}" if short else f"{run.iterations} iterations"
     chips = [f"model <b>{escape(str(run.option('model.path', 'unknown')))}</b>", f"algorithm {_algorithm(run)}"]
     if mode := run.option("tune.mode"):
         rank = f" · rank {run.option('tune.rank')}" if mode == "lora" else ""
@@ -666,7 +670,7 @@ def _cards(run: Run) -> str:
     spent = sum(line(run.timings, "seconds/total")[1])
     card("Wall time", duration(spent) if run.timings else DASH, "rollout, update, evaluation")
     peak = line(run.timings, "memory/peak_mb")[1]
-    card("Peak memory", f"{max(peak) / 1024:.2f} GiB" if peak else DASH, "of the accelerator, else of the process")
+    card("Peak memory", f"{max(peak) / 1024:.2f} GiB" if peak else DASH, "of the device; on CPU, of the process")
     goal = run.option("train.iterations")
     card("Iterations", num(run.iterations), f"of {num(goal)} planned" if goal else "")
     steps, skipped = line(run.rows, "policy/steps")[1], line(run.rows, "policy/skipped_steps")[1]

@@ -23,7 +23,7 @@ from core.types import Request, Sample
 SIZE, GRID, CELL = 32, 4, 8
 SHAPES = ("circle", "square", "triangle", "cross")
 COLOURS = {"red": (230, 30, 30), "green": (20, 215, 60), "blue": (40, 70, 230), "yellow": (250, 210, 20)}
-BACKGROUNDS = ((255, 255, 255),)
+BACKGROUND = (255, 255, 255)
 COUNTS = {1: "a", 2: "two", 3: "three", 4: "four", 5: "five"}
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
@@ -133,40 +133,6 @@ def parse(prompt: str) -> Scene:
     return scene
 
 
-def near_miss(scene: Scene, rng: np.random.Generator) -> Scene:
-    """A scene one thing away from `scene`: a shape, a colour, the count, the relation, or the two colours swapped."""
-    clauses = list(scene.clauses)
-    i = int(rng.integers(len(clauses)))
-    clause = clauses[i]
-    options = ["shape"]
-    if clause.colour is not None:
-        options.append("colour")
-    if scene.tag == "counting":
-        options += ["count", "count"]
-    if len(clauses) == 2 and clauses[0].colour != clauses[1].colour:
-        options.append("swap")
-    if scene.relation is not None:
-        options += ["relation", "relation"]
-    match options[rng.integers(len(options))]:
-        case "shape":
-            clauses[i] = Clause(_other(SHAPES, clause.shape, rng), clause.colour, clause.count)
-        case "colour":
-            clauses[i] = Clause(clause.shape, _other(tuple(COLOURS), clause.colour, rng), clause.count)
-        case "count":
-            clauses[i] = Clause(clause.shape, clause.colour, clause.count + int(rng.choice((-1, 1))))
-        case "swap":
-            a, b = clauses
-            clauses = [Clause(a.shape, b.colour, a.count), Clause(b.shape, a.colour, b.count)]
-        case "relation":
-            return Scene(scene.tag, scene.clauses, OPPOSITE[scene.relation])
-    return Scene(scene.tag, tuple(clauses), scene.relation)
-
-
-def _other(values: Sequence[str], value: str, rng: np.random.Generator) -> str:
-    rest = [v for v in values if v != value]
-    return rest[rng.integers(len(rest))]
-
-
 def render(scene: Scene, rng: np.random.Generator) -> np.ndarray:
     """A random picture that satisfies `scene`: uint8 [32, 32, 3]. What the prompt leaves open is drawn at random."""
     names = tuple(COLOURS)
@@ -184,7 +150,7 @@ def render(scene: Scene, rng: np.random.Generator) -> np.ndarray:
         if not _touching(left, top, colours):
             break
     image = np.empty((SIZE, SIZE, 3), np.uint8)
-    image[:] = BACKGROUNDS[rng.integers(len(BACKGROUNDS))]
+    image[:] = BACKGROUND
     for (shape, _), colour, x0, y0 in zip(wanted, colours, left, top, strict=True):
         image[y0 : y0 + EXTENT, x0 : x0 + EXTENT][MASKS[shape]] = COLOURS[colour]
     return image
@@ -291,7 +257,7 @@ class SceneReward:
 
     scope = "sample"
     needs = frozenset({"image"})
-    scores = (ScoreSpec("scene", 0.0, 1.0), ScoreSpec("scene_correct", 0.0, 1.0))
+    scores = (ScoreSpec("scene", 0.0, 1.0), ScoreSpec("scene_correct", 0.0, 1.0, teaches=False))
 
     def __init__(self, correct_weight: float = 0.7, found_weight: float = 0.3) -> None:
         if correct_weight < 0 or found_weight < 0 or abs(correct_weight + found_weight - 1) > 1e-6:

@@ -21,7 +21,8 @@ INK, MUTED, LINE, PAPER = "#111827", "#64748b", "#475569", "#ffffff"
 BLUE, GREEN, RED = "#2563eb", "#16a34a", "#dc2626"
 FILL = {"plain": ("#f8fafc", "#cbd5e1"), "network": ("#eff6ff", BLUE), "maths": ("#fffbeb", "#d97706")}
 STRATA = ("#2563eb", "#7c3aed", "#db2777", "#ea580c")
-WIDTH, HEIGHT = 1280, 800
+MINUS = "\N{MINUS SIGN}"
+WIDTH, HEIGHT = 1280, 790
 
 
 class Canvas:
@@ -70,7 +71,7 @@ def _stage(canvas: Canvas, y: float, number: int, title: str, note: str) -> None
     canvas.axes.add_patch(Circle((40, y), 14, facecolor=BLUE, edgecolor="none"))
     canvas.text(40, y + 0.5, str(number), 12, color=PAPER, weight="bold")
     canvas.text(64, y, title, 14, ha="left", weight="bold")
-    canvas.text(66 + 9.6 * len(title), y, note, 11, ha="left", color=MUTED)
+    canvas.text(76 + 11.5 * len(title), y + 1, note, 11, ha="left", color=MUTED)
 
 
 def _heading(canvas: Canvas, x: float, y: float, title: str, symbol: str = "") -> None:
@@ -109,42 +110,43 @@ def how_it_works() -> Canvas:
     _stage(canvas, 36, 1, "Rollout", "no gradient; any ODE sampler will do")
     lanes = [112 + 58 * i for i in range(4)]
     middle, top = sum(lanes) / 4, 74
-    canvas.box(30, middle - 46, 150, 92)
+    canvas.box(24, middle - 46, 162, 92)
     canvas.text(105, middle - 22, "prompt", 11, color=MUTED)
     canvas.text(105, middle + 12, "“a red circle above\na blue square”", 11)
     _heading(canvas, 248, top, "G noises")
     _heading(canvas, 498, top, "samples", "$o_i$")
-    canvas.box(310, lanes[0] - 24, 110, lanes[-1] - lanes[0] + 48, "network")
-    canvas.text(365, middle - 14, "ODE sampler", 12, weight="bold")
+    canvas.box(305, lanes[0] - 24, 120, lanes[-1] - lanes[0] + 48, "network")
+    canvas.text(365, middle - 14, "ODE sampler", 10.5, weight="bold")
     canvas.text(365, middle + 12, "network $\\theta$", 11, color=BLUE)
     canvas.box(575, lanes[0] - 24, 110, lanes[-1] - lanes[0] + 48)
     canvas.text(630, middle - 14, "reward", 12, weight="bold")
-    canvas.text(630, middle + 12, "model or verifier", 9.5, color=MUTED)
+    canvas.text(630, middle + 20, "a model\nor a verifier", 10, color=MUTED)
     _heading(canvas, 760, top, "scores", "$R_i$")
-    _heading(canvas, 1010, top, "advantages within the group", "$A_i$")
+    _heading(canvas, 1096, top, "advantages within the group", "$A_i$")
     for y, noise, image, score, advantage in zip(lanes, noises, samples, scores, advantages, strict=True):
-        canvas.arrow((180, middle), (204, middle), (204, y), (220, y))
+        canvas.arrow((187, middle), (204, middle), (204, y), (220, y))
         canvas.picture(248, y, 46, noise)
-        canvas.arrow((275, y), (306, y))
-        canvas.arrow((421, y), (470, y))
+        canvas.arrow((275, y), (301, y))
+        canvas.arrow((426, y), (470, y))
         canvas.picture(498, y, 46, image)
         canvas.arrow((525, y), (571, y))
         canvas.arrow((686, y), (728, y))
         canvas.text(760, y, f"{score:.2f}", 12, family="monospace")
-        canvas.arrow((792, y), (872, y))
+        canvas.arrow((792, y), (950, y))
         colour, length = (GREEN if advantage > 0 else RED), 95 * advantage
-        canvas.axes.add_patch(Rectangle((1010, y - 12), length, 24, facecolor=colour, alpha=0.85, edgecolor="none"))
-        canvas.text(1010 - 12 * np.sign(advantage), y, f"{advantage:+.1f}", 11,
+        canvas.axes.add_patch(Rectangle((1096, y - 12), length, 24, facecolor=colour, alpha=0.85, edgecolor="none"))
+        canvas.text(1096 - 12 * np.sign(advantage), y, f"{advantage:+.1f}".replace("-", MINUS), 11,
                     ha="right" if advantage > 0 else "left", family="monospace")  # fmt: skip
-    canvas.axes.plot((1010, 1010), (lanes[0] - 22, lanes[-1] + 22), color=MUTED, lw=1)
+    canvas.axes.plot((1096, 1096), (lanes[0] - 22, lanes[-1] + 22), color=MUTED, lw=1)
 
     # ---- update ----
-    _stage(canvas, 362, 2, "Update", "the likelihood of a finished sample is minus its denoising loss")
+    _stage(canvas, 362, 2, "Update", "")
+    canvas.text(26, 398, "log-likelihood of a finished sample:\nminus its denoising loss", 11, ha="left", color=MUTED)
     columns = [412 + 57 * j for j in range(4)]
     rows = [502 + 52 * i for i in range(4)]
     centre, header = sum(rows) / 4, 440
-    canvas.text(30, 428, "N pairs $(t_j, \\varepsilon_j)$, the same\nfor the whole group", 12, ha="left", weight="bold")
-    canvas.text(30, 506, "t: one from each of N equal\nparts of the sampling grid", 10.5, ha="left", color=MUTED)
+    canvas.text(30, 458, "N pairs $(t_j, \\varepsilon_j)$, the same\nfor the whole group", 12, ha="left", weight="bold")
+    canvas.text(30, 512, "t: one from each of N equal\nparts of the sampling grid", 10.5, ha="left", color=MUTED)
     for j, (t, colour) in enumerate(zip(times, STRATA, strict=True)):
         canvas.axes.add_patch(Rectangle((30 + 70 * j, 548), 66, 10, facecolor=colour, alpha=0.25, edgecolor="none"))
         canvas.axes.add_patch(Circle((30 + 276 * t, 553), 7, facecolor=colour, edgecolor=PAPER, lw=1.5, zorder=4))
@@ -159,31 +161,31 @@ def how_it_works() -> Canvas:
             canvas.picture(x, y, 44, np.clip((1 - t) * image + t * noise, 0, 1))
     canvas.arrow((columns[0] - 60, header), (columns[0] - 28, header))
     canvas.arrow((498, lanes[-1] + 26), (498, 390))
-    canvas.text(508, 340, "clean latents", 10, ha="left", color=MUTED)
+    canvas.text(510, 340, "clean latents", 10.5, ha="left", color=MUTED)
     canvas.box(660, centre - 60, 106, 120, "network")
     canvas.text(713, centre - 24, "network $\\theta$", 12, weight="bold", color=BLUE)
     canvas.text(713, centre + 14, "$\\hat{o}_{ij} = z_{ij} - t_j\\, v_\\theta$", 10.5)
     canvas.box(806, centre - 60, 188, 120, "maths")
-    canvas.text(900, centre - 40, "self-normalised loss", 11, weight="bold")
+    canvas.text(900, centre - 40, "self-normalised loss", 10.5, weight="bold")
     canvas.text(900, centre + 14, "$\\ell_{ij} = \\frac{\\langle (\\hat{o}_{ij} - o_i)^2 \\rangle}"
                 "{\\mathrm{sg}\\,\\langle |\\hat{o}_{ij} - o_i| \\rangle}$", 16)  # fmt: skip
-    canvas.box(1034, centre - 78, 216, 156, "maths")
-    canvas.text(1142, centre - 56, "ratio and objective", 11, weight="bold")
+    canvas.box(1020, centre - 78, 240, 156, "maths")
+    canvas.text(1140, centre - 56, "ratio and objective", 11, weight="bold")
     canvas.text(
         1142, centre - 16, "$\\rho_i = \\exp\\,\\frac{1}{N}\\sum_j (\\ell^{\\,\\mathrm{old}}_{ij} - \\ell_{ij})$", 12
     )
-    canvas.text(1142, centre + 20, "$\\max_\\theta \\; \\min\\,(\\rho_i A_i,\\ \\mathrm{clip}(\\rho_i)\\, A_i)$", 12)
-    canvas.text(1142, centre + 54, "one update: $\\rho_i = 1$, no clip needed", 9.5, color=MUTED)
+    canvas.text(1140, centre + 20, "$\\max_\\theta \\; \\min\\,(\\rho_i A_i,\\ \\mathrm{clip}(\\rho_i)\\, A_i)$", 12)
+    canvas.text(1140, centre + 54, "with one update $\\rho_i = 1$", 10, color=MUTED)
     canvas.arrow((columns[-1] + 30, centre), (656, centre))
     canvas.arrow((766, centre), (802, centre))
-    canvas.arrow((994, centre), (1030, centre))
-    canvas.arrow((1142, lanes[-1] + 30), (1142, centre - 82))
-    canvas.text(1152, 400, "$A_i$", 13, ha="left")
+    canvas.arrow((994, centre), (1016, centre))
+    canvas.arrow((1140, lanes[-1] + 30), (1140, centre - 82))
+    canvas.text(1152, 390, "$A_i$", 13, ha="left")
     canvas.box(806, 722, 188, 48)
     canvas.text(900, 746, "gradient step", 12, weight="bold")
-    canvas.arrow((1142, centre + 78), (1142, 746), (998, 746))
+    canvas.arrow((1140, centre + 78), (1140, 746), (998, 746))
     canvas.arrow((806, 746), (713, 746), (713, centre + 64), colour=BLUE)
-    canvas.arrow((713, 746), (365, 746), (365, lanes[-1] + 30), colour=BLUE, dashed=True)
+    canvas.arrow((713, 746), (340, 746), (340, lanes[-1] + 30), colour=BLUE, dashed=True)
     canvas.text(540, 762, "new weights sample the next iteration", 10.5, color=BLUE)
     return canvas
 

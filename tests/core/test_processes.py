@@ -24,6 +24,7 @@ GAUSSIAN = {
 gaussian = pytest.mark.parametrize("process", GAUSSIAN.values(), ids=GAUSSIAN.keys())
 inside = st.floats(0.02, 0.98)
 seeds = st.integers(0, 10_000)
+whole = st.floats(0, 1, width=32)
 
 
 def pair(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +218,7 @@ def categories(seed: int) -> tuple[MaskedCategorical, Tensor, Tensor, Tensor]:
     return process, clean, noise, logits
 
 
-@given(seeds, st.floats(0, 1), st.floats(0, 1))
+@given(seeds, whole, whole)
 def test_masking_grows_with_time(seed: int, t: float, later: float) -> None:
     process, clean, noise, _ = categories(seed)
     t, later = sorted((t, later))
@@ -230,7 +231,7 @@ def test_masking_grows_with_time(seed: int, t: float, later: float) -> None:
     assert torch.equal(process.perturb(clean, noise, times(1.0)), process.prior(noise))
 
 
-@given(seeds, st.floats(0, 1), st.floats(0, 1))
+@given(seeds, whole, whole)
 def test_oracle_reveals_at_each_sites_time(seed: int, t: float, t_next: float) -> None:
     """A step lands on the forward path: exactly the sites with t_next <= u are revealed, with the true class."""
     process, clean, noise, logits = categories(seed)

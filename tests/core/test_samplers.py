@@ -52,7 +52,7 @@ def test_order_of_convergence(process: Gaussian, prediction: str, start: float, 
         out = SAMPLERS[name](field(process, prediction), state, {"x": z}, grid, [spec_of(process, prediction)])
         errors.append(float((out["x"].value - exact(process, grid[-1], z)).abs().max()))
     measured = math.log2(errors[1] / errors[2])
-    assert order - 0.25 < measured < order + 1.25, f"errors {errors}"
+    assert order - 0.25 < measured < (1.5 if order == 1 else 3.6), f"errors {errors}"
     assert errors[2] < (1e-2 if order == 1 else 1e-3)
 
 
@@ -63,7 +63,7 @@ def test_second_order_beats_euler(name: str) -> None:
     for sampler in ("euler", name):
         out = SAMPLERS[sampler](field(flow, "velocity"), {"x": Field.dense(z)}, {"x": z}, grid, [spec_of(flow)])
         error[sampler] = float((out["x"].value - (MEAN + STD * z)).abs().max())
-    assert name == "euler" or error[name] < error["euler"] / 3
+    assert name == "euler" or error[name] < error["euler"] / 1.5
 
 
 FULL = [

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ from rewards.scenes import (
     COLOURS,
     EXTENT,
     MASKS,
+    OPPOSITE,
+    SHAPES,
     TAGS,
     Clause,
     Scene,
     SceneReward,
     all_prompts,
     detect,
-    near_miss,
     parse,
     render,
     split,
@@ -23,6 +25,40 @@ from rewards.scenes import (
 )
 
 SCENES = [scene for scenes in all_prompts().values() for scene in scenes]
+
+
+def near_miss(scene: Scene, rng: np.random.Generator) -> Scene:
+    """A scene one thing away from `scene`: a shape, a colour, the count, the relation, or the two colours swapped."""
+    clauses = list(scene.clauses)
+    i = int(rng.integers(len(clauses)))
+    clause = clauses[i]
+    options = ["shape"]
+    if clause.colour is not None:
+        options.append("colour")
+    if scene.tag == "counting":
+        options += ["count", "count"]
+    if len(clauses) == 2 and clauses[0].colour != clauses[1].colour:
+        options.append("swap")
+    if scene.relation is not None:
+        options += ["relation", "relation"]
+    match options[rng.integers(len(options))]:
+        case "shape":
+            clauses[i] = Clause(_other(SHAPES, clause.shape, rng), clause.colour, clause.count)
+        case "colour":
+            clauses[i] = Clause(clause.shape, _other(tuple(COLOURS), clause.colour, rng), clause.count)
+        case "count":
+            clauses[i] = Clause(clause.shape, clause.colour, clause.count + int(rng.choice((-1, 1))))
+        case "swap":
+            a, b = clauses
+            clauses = [Clause(a.shape, b.colour, a.count), Clause(b.shape, a.colour, b.count)]
+        case "relation":
+            return Scene(scene.tag, scene.clauses, OPPOSITE[scene.relation])
+    return Scene(scene.tag, tuple(clauses), scene.relation)
+
+
+def _other(values: Sequence[str], value: str, rng: np.random.Generator) -> str:
+    rest = [v for v in values if v != value]
+    return rest[rng.integers(len(rest))]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Molecules: positions of zero centre of mass beside categorical types, each with its own reward. geometry: n_atoms."""
+"""Molecules: positions of zero centre of mass beside categorical types, each stream with its own reward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core.rewards import RewardResult, ScoreSpec
 from core.streams import StreamSpec
 from core.types import Conditioning, Predictions, Request, Sample, State
 
-N_TYPES, LARGE = 3, 5
+N_TYPES, RADIUS = 3, 1.8
 POSITIONS = StreamSpec("positions", RectifiedFlow(), "velocity", ("atom",), ("xyz",), dof="sites-1")
 
 
@@ -40,7 +40,7 @@ class Network(nn.Module):
 
 
 class MoleculeAdapter(Adapter):
-    streams = (POSITIONS, StreamSpec("types", MaskedCategorical(N_TYPES), "logits", ("atom",)))
+    streams = (POSITIONS, StreamSpec("types", MaskedCategorical(N_TYPES), "logits", ("atom",), weight=2.0))
 
     def __init__(self) -> None:
         self.network = Network()
@@ -57,7 +57,8 @@ class MoleculeAdapter(Adapter):
 
     def predict(self, noisy: State, t: Tensor, cond: Conditioning, branch: str = "cond") -> Predictions:
         x, types = noisy["positions"], noisy["types"]
-        return dict(zip(("positions", "types"), self.network(x.value, types.value, t, x.valid), strict=True))
+        move, logits = self.network(x.value, types.value, t, x.valid)
+        return {"positions": move, "types": logits}
 
     def decode(self, clean: State, cond: Conditioning) -> list[Sample]:
         samples = []
@@ -69,7 +70,7 @@ class MoleculeAdapter(Adapter):
 
 
 class Shape:
-    """Small molecules should be wide and of type 0, LARGE ones narrow and of type 1; each score has its own stream."""
+    """Radius of gyration near RADIUS teaches the positions, the share of type 0 teaches the types."""
 
     scores = (ScoreSpec("radius", -10.0, 0.0, ("positions",)), ScoreSpec("composition", 0.0, 1.0, ("types",)))
     scope = "sample"
@@ -77,23 +78,21 @@ class Shape:
 
     def score(self, samples: Sequence[Sample], requests: Sequence[Request], group: Tensor) -> RewardResult:
         radius, share = torch.full((2, len(samples)), float("nan"))
-        for i, (s, r) in enumerate(zip(samples, requests, strict=True)):
+        for i, s in enumerate(samples):
             if s.ok:
-                goal, kind = (0.6, 1) if r.geometry["n_atoms"] >= LARGE else (1.6, 0)
-                radius[i] = -(s.parts["xyz"].square().sum(-1).mean().sqrt() - goal).abs()
-                share[i] = (s.parts["types"] == kind).float().mean()
+                radius[i] = -(s.parts["xyz"].square().sum(-1).mean().sqrt() - RADIUS).abs()
+                share[i] = (s.parts["types"] == 0).float().mean()
         scores = {"radius": radius, "composition": share}
         return RewardResult(scores, {name: x.isfinite() for name, x in scores.items()})
 
 
 def make_requests(n: int, seed: int) -> list[Request]:
     counts = torch.randint(3, 8, (n,), generator=torch.Generator().manual_seed(seed))
-    return [Request(geometry={"n_atoms": int(c)}) for c in counts]
+    return [Request(geometry={"n_atoms": n}) for n in counts.tolist()]
 
 
 def data(state: State, requests: Sequence[Request], generator: torch.Generator) -> State:
     x, types = state["positions"], state["types"]
-    scale = 0.5 + 0.4 * torch.rand(len(x.value), 1, 1, generator=generator)
-    xyz = POSITIONS.project(scale * torch.randn(x.value.shape, generator=generator), x.valid)
-    kinds = (torch.rand(types.value.shape, generator=generator)[..., None] > torch.tensor([1 / 3, 2 / 3])).sum(-1)
+    xyz = POSITIONS.project(0.6 * torch.randn(x.value.shape, generator=generator), x.valid)
+    kinds = torch.randint(0, N_TYPES, types.value.shape, generator=generator)
     return {"positions": x.with_value(xyz), "types": types.with_value(torch.where(types.valid, kinds, 0))}

@@ -66,7 +66,7 @@ class SequenceAdapter(Adapter):
 
 
 class Side:
-    """Minus the distance of the infilled part's mean from 1 or -1, whichever side the prefix starts on."""
+    """Minus the distance of the infilled part's mean from 1.5 or -1.5, whichever side the prefix starts on."""
 
     scores = (ScoreSpec("side", -10.0, 0.0),)
     scope = "sample"
@@ -77,7 +77,7 @@ class Side:
         for i, (s, r) in enumerate(zip(samples, requests, strict=True)):
             prefix = r.inputs["prefix"]
             if s.ok:
-                score[i] = -(s.parts["level"][len(prefix) :].mean() - (1 if prefix[0] > 0 else -1)).abs()
+                score[i] = -(s.parts["level"][len(prefix) :].mean() - (1.5 if prefix[0] > 0 else -1.5)).abs()
         return RewardResult({"side": score}, {"side": score.isfinite()})
 
 
@@ -89,10 +89,10 @@ def make_requests(n: int, seed: int) -> list[Request]:
 
 
 def data(state: State, requests: Sequence[Request], generator: torch.Generator) -> State:
-    """What the model is pre-trained on, in the shape of ``state``: levels scattered around a fifth of the prefix's."""
+    """What the model is pre-trained on, in the shape of ``state``: levels scattered around half the prefix's."""
     f = state["level"]
     given = (f.valid & ~f.acted)[..., None]
-    centre = (f.value * given).sum(1, keepdim=True) / given.sum(1, keepdim=True) / 5
-    drawn = centre + 0.6 * torch.randn(len(f.value), 1, 1, generator=generator)
+    centre = (f.value * given).sum(1, keepdim=True) / given.sum(1, keepdim=True) / 2
+    drawn = centre + 0.35 * torch.randn(len(f.value), 1, 1, generator=generator)
     drawn = drawn + 0.2 * torch.randn(f.value.shape, generator=generator)
     return {"level": f.with_value(hold(f.acted, drawn, f.value))}
