@@ -3,8 +3,8 @@
     python -m recipes.embed_flux --out modalities/embedded/flux
 
 Stage 1 trains a tiny CLIP and T5 on text alone, so that their outputs spell out the scene a prompt asks for. Stage 2
-trains the transformer by rectified flow on latents of a linear autoencoder, and stops while there is much left to learn:
-what reinforcement learning is there to mend. Held-out prompts are seen by neither stage.
+trains the transformer by rectified flow on latents of a linear autoencoder, and stops while much is left to learn, so
+that reinforcement learning has room. Held-out prompts are seen by neither stage.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def evaluate(
 
 
 def save(pipe: FluxPipeline, out: Path) -> None:
-    """Weights in half precision: a few megabytes, and no picture changes its verdict for it."""
+    """Weights in half precision: a few megabytes."""
     transformer = pipe.transformer
     pipe.transformer = copy.deepcopy(transformer).half()
     pipe.save_pretrained(out)
