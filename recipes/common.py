@@ -70,7 +70,7 @@ class ReportConfig:
     trackers: accelerate's ``log_with`` names (tensorboard, wandb ...)."""
 
     main_score: str | None = None
-    pictures: int = 24
+    pictures: int = 30
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
 
 
@@ -323,7 +323,7 @@ def _train(
                 [samples[i].parts.get("image") for i in shown],
                 [str(requests[i].inputs.get("prompt", "")) for i in shown],
                 [None if verdict is None else bool(verdict[i] == 1) for i in shown],
-                columns=6,
+                columns=5,
             ),
             folder / "samples" / f"iteration_{number:06d}.png",
         )

@@ -15,8 +15,9 @@ def blocks(page: str) -> list[tuple[str | None, str]]:
 
 
 def source(page: str, title: str) -> str:
-    """The file of this title: its blocks, joined."""
-    return "".join(code for name, code in blocks(page) if name == title)
+    """The file of this title: its blocks, with the blank lines that PEP 8 has between methods and between classes."""
+    mine = [code for name, code in blocks(page) if name == title]
+    return mine[0] + "".join(("\n" if code.startswith(" ") else "\n\n") + code for code in mine[1:])
 
 
 exec(compile(source(PAGE.read_text(encoding="utf-8"), "torus.py"), str(PAGE), "exec"))
