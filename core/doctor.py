@@ -29,6 +29,7 @@ from core.rollout import generate
 from core.samplers import euler, stochastic
 from core.snapshots import Snapshots
 from core.surrogate import Experience
+from core.testing import convention_problems
 from core.types import Request, Sample, State, cat_states
 from core.update import accumulate
 
@@ -74,12 +75,16 @@ def zero_noise_is_ode(p: _Patient) -> Check:
         "zero noise is the ODE",
         ok,
         f"largest difference {gap:.1e} of values up to {size:.2g}"
-        + (
-            ""
-            if ok
-            else "; the network's sign or time convention is wrong in predict(): check eps - x0 and t = 1 is noise"
-        ),
+        + ("" if ok else "; predict() is not a function of its inputs: look for dropout or randomness of its own"),
     )
+
+
+def network_denoises_as_declared(p: _Patient) -> Check:
+    """The declared sign and time direction denoise better than the opposite ones (flow_grpo issue 32)."""
+    exp = p.experience.index(torch.arange(0, len(p.group), max(1, len(p.group) // 4)))
+    problems = convention_problems(p.adapter, exp.cond, exp.clean)
+    text = "; ".join(f"stream '{name}': {sentence}" for name, sentence in problems.items())
+    return Check("network denoises as declared", not problems, text or "sign and time direction fit the weights")
 
 
 def ratio_is_one(p: _Patient) -> Check:
@@ -212,6 +217,7 @@ def memory_estimate(p: _Patient) -> Check:
 
 CHECKS: tuple[Callable[[_Patient], Check], ...] = (
     zero_noise_is_ode,
+    network_denoises_as_declared,
     ratio_is_one,
     groups_have_spread,
     reward_follows_its_sample,

@@ -76,6 +76,8 @@ class Trainer:
         self.adapter, self.algorithm, self.config, self.folder, self.hooks = adapter, algorithm, config, folder, hooks
         self.accelerator = accelerator or Accelerator()
         self.parameters, self.held_out = dict(parameters), list(held_out)
+        if config.eval_with_ema and algorithm.ema_decay is None:
+            raise UserError("train.eval_with_ema needs a moving average; set algorithm.ema_decay, for example 0.95")
         sampler = GroupSampler(len(train), config.prompts, config.group_size, config.seed)
         algorithm.check(adapter.streams, config.rollout.n_steps, sampler.batch)
         algorithm.advantage.weight_of(reward.scores)
@@ -217,14 +219,17 @@ class Trainer:
         """Held-out scores, and how far the predictions have moved from the start."""
         if not self.held_out:
             return {}
-        weights = self.snapshots.use("ema") if self.config.eval_with_ema else contextlib.nullcontext()
-        with self.timer.phase("eval"), weights:
+        with self.timer.phase("eval"), self.final_weights():
             samples, result, clean, cond = self.collector.evaluate(self.config.eval_n_steps)
             out = eval_metrics(result, self.held_out)
             out |= drift_metrics(self.adapter, self.snapshots, clean, cond, self.config.micro_batch, self.config.seed)
         if self.accelerator.is_main_process:
             self.hooks.evaluation(self.counters.iteration, samples, self.held_out, result)
         return out
+
+    def final_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the networks hold what is evaluated and exported: the current weights, or their moving average."""
+        return self.snapshots.use("ema") if self.config.eval_with_ema else contextlib.nullcontext()
 
     def save(self) -> None:
         """A checkpoint of all that a resumed run needs; the main process writes, all wait."""

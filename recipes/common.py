@@ -257,7 +257,7 @@ def launch(
         config.output or Path("outputs") / _module_name().rsplit(".", 1)[-1] / time.strftime("%Y-%m-%d_%H-%M-%S")
     )
     accelerator = Accelerator(
-        cpu=config.model.device == "cpu", log_with=list(config.report.trackers), project_dir=folder
+        cpu=config.model.device == "cpu", log_with=list(config.report.trackers) or None, project_dir=folder
     )
     folder = Path(from_main(accelerator, str(folder)))
     if config.resume is None and (folder / "metrics.jsonl").exists():
@@ -340,7 +340,8 @@ def _train(
     accelerator.end_training()
     if not accelerator.is_main_process:
         return
-    adapter.export(folder / "weights")
+    with trainer.final_weights():
+        adapter.export(folder / "weights")
     page = write_report(folder)
     rows = [row for row in read(folder / "metrics.jsonl") if row.get(f"eval/{main_score}") is not None]
     if rows:

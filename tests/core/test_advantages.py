@@ -120,9 +120,7 @@ def test_permutation_equivariance(batch: tuple[Tensor, Tensor], data: st.DataObj
 
 
 @given(batches(), st.floats(1e-2, 1e3), st.floats(-10, 10), st.sampled_from([FORMS[0], FORMS[3], FORMS[4]]))
-def test_scale_and_shift_invariance(
-    batch: tuple[Tensor, Tensor], scale: float, shift: float, form: Advantage
-) -> None:
+def test_scale_and_shift_invariance(batch: tuple[Tensor, Tensor], scale: float, shift: float, form: Advantage) -> None:
     x, group = batch
     x = x.round()  # spread of at least 1, or none
     moved = (scale * x.double() + shift).float()

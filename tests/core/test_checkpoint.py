@@ -212,9 +212,7 @@ FULL = [
 
 
 @pytest.mark.parametrize(("where", "error"), FULL, ids=[where for where, _ in FULL])
-def test_a_full_disk_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
-) -> None:
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception) -> None:
     save(tmp_path, 1)
     crash_at(monkeypatch, where, 1, error, after=False)
     with pytest.raises(UserError, match=r"no space left.*iteration_000002.*iteration_000001.*resume=") as caught:

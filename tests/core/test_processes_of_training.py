@@ -51,9 +51,14 @@ def free_port() -> int:
     [("on_policy", 2, 4), ("on_policy", 3, 5), ("multi_step", 1, 7)],  # even; 15 = 8 + 7; one group over both
 )
 def test_two_processes_equal_one(tmp_path: Path, algorithm: str, prompts: int, group_size: int) -> None:
-    settings = dict(
-        algorithm=algorithm, iterations=3, prompts=prompts, group_size=group_size, micro_batch=4, checkpoint_every=0
-    )
+    settings = {
+        "algorithm": algorithm,
+        "iterations": 3,
+        "prompts": prompts,
+        "group_size": group_size,
+        "micro_batch": 4,
+        "checkpoint_every": 0,
+    }
     finish(start(folder=tmp_path / "one", **settings))
     port = str(free_port())
     ranks = [
@@ -85,9 +90,15 @@ def test_two_processes_equal_one(tmp_path: Path, algorithm: str, prompts: int, g
 
 @pytest.mark.slow
 def test_killed_at_ten_random_moments_equals_uninterrupted(tmp_path: Path) -> None:
-    settings = dict(
-        algorithm="multi_step", iterations=60, prompts=2, group_size=4, micro_batch=4, checkpoint_every=3, eval_every=7
-    )
+    settings = {
+        "algorithm": "multi_step",
+        "iterations": 60,
+        "prompts": 2,
+        "group_size": 4,
+        "micro_batch": 4,
+        "checkpoint_every": 3,
+        "eval_every": 7,
+    }
     finish(start(folder=tmp_path / "whole", **settings))
     rng, kills, resume = random.Random(0), 0, False
     while kills < 10:
@@ -114,9 +125,15 @@ def test_killed_at_ten_random_moments_equals_uninterrupted(tmp_path: Path) -> No
 
 
 def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
-    settings = dict(
-        algorithm="on_policy", iterations=40, prompts=2, group_size=4, micro_batch=8, checkpoint_every=0, eval_every=0
-    )
+    settings = {
+        "algorithm": "on_policy",
+        "iterations": 40,
+        "prompts": 2,
+        "group_size": 4,
+        "micro_batch": 8,
+        "checkpoint_every": 0,
+        "eval_every": 0,
+    }
     process = start(folder=tmp_path / "run", **settings)
     assert process.stdout is not None
     for _ in range(4):

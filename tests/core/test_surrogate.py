@@ -338,9 +338,7 @@ def test_clip_gradient(ratio: str, advantage: float, shift: float, alive: bool) 
     torch.testing.assert_close(stats["clipfrac/x"], torch.full((len(exp),), clipped_share))
 
 
-@given(
-    st.floats(-0.5, 0.5).filter(lambda x: abs(x) > 1e-6), st.floats(-5, 5), st.sampled_from([None, 1e-3, 1e-2, 0.2])
-)
+@given(st.floats(-0.5, 0.5).filter(lambda x: abs(x) > 1e-6), st.floats(-5, 5), st.sampled_from([None, 1e-3, 1e-2, 0.2]))
 def test_slope_is_the_derivative(log_ratio: float, advantage: float, clip: float | None) -> None:
     lr, a = torch.tensor([log_ratio], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
     rho = math.exp(log_ratio)
@@ -462,7 +460,7 @@ def test_every_shape_and_micro_batch(shape: str, size: int) -> None:
         penalty = sum(r.weight * stats[f"regulariser/{r.name}"] for r in algorithm.regularisers)
         total += float((stats["loss"] + penalty).sum()) / len(exp)
     assert_same(adapter.gradient(), expected)
-    assert total == pytest.approx(float(one_graph(adapter, algorithm, exp, snapshots)), rel=1e-6)
+    assert total == pytest.approx(one_graph(adapter, algorithm, exp, snapshots).item(), rel=1e-6)
 
 
 def peak_saved(algorithm: Algorithm, *, single_graph: bool = False, size: int = 3) -> int:

@@ -62,9 +62,7 @@ class Entry:
 
 def entries(case: str, **params: Any) -> list[Entry]:
     """The entries of a case whose parameters have these values."""
-    found = [
-        Entry(case, e["id"], e["params"], e["inputs"], e["outputs"]) for e in manifest()["cases"][case]["entries"]
-    ]
+    found = [Entry(case, e["id"], e["params"], e["inputs"], e["outputs"]) for e in manifest()["cases"][case]["entries"]]
     return [e for e in found if all(e.params.get(key) == value for key, value in params.items())]
 
 

@@ -20,7 +20,8 @@ from recipes import cli, t2i_flux
 ROOT = Path(__file__).parents[2]
 SMALL = [
     "threads=1", "train.prompts=2", "train.group_size=4", "train.micro_batch=8", "train.rollout.batch=8",
-    "train.rollout.n_steps=4", "data.eval_size=6", "train.eval_every=1", "train.checkpoint_every=1", "report.pictures=6",
+    "train.rollout.n_steps=4", "data.eval_size=6", "train.eval_every=1", "train.checkpoint_every=1",
+    "report.pictures=6",
 ]  # fmt: skip
 
 
@@ -85,7 +86,15 @@ def test_resume_goes_on_and_equals_one_run(run: Path, tmp_path: Path) -> None:
 def test_doctor(tmp_path: Path) -> None:
     done = recipe(tmp_path, *SMALL, "run=doctor", "train.rollout.n_steps=10", "train.group_size=8")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    for name in ("zero noise", "ratio is 1", "scores spread", "reward follows", "gradient reaches", "checkpoint", "memory"):
+    for name in (
+        "zero noise",
+        "ratio is 1",
+        "scores spread",
+        "reward follows",
+        "gradient reaches",
+        "checkpoint",
+        "memory",
+    ):
         assert name in done.stdout, name
     assert not (tmp_path / "outputs" / "t2i_flux").exists()
 
