@@ -58,7 +58,7 @@ class Config(RecipeConfig):
 
 
 # How often training asks for each tag: the hard ones more, for groups in which all samples are right teach nothing.
-SHARE = {"single_object": 1, "colors": 1, "counting": 3, "two_object": 2, "color_attr": 2, "position": 4}
+SHARE = {"single_object": 1, "colors": 1, "counting": 4, "two_object": 2, "color_attr": 2, "position": 2}
 
 
 def scene_requests(held_out: bool, per_tag: int) -> list[Request]:
