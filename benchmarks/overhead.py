@@ -25,6 +25,7 @@ from core.rewards import RewardSet
 from core.rollout import RolloutConfig
 from core.trainer import Trainer
 from modalities.flux import FluxAdapter
+from recipes.common import quiet_libraries
 from recipes.t2i_flux import scene_requests
 from rewards import make_reward
 
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--batch", type=int, default=64)
     args = parser.parse_args()
+    quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(Path(folder), args.prompts, args.group_size, args.batch)
         trainer.collector.prepare()

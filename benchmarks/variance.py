@@ -20,6 +20,7 @@ from core.rollout import RolloutConfig, generate
 from core.surrogate import Elbo, Experience, variation
 from core.types import cat_states
 from modalities.flux import FluxAdapter
+from recipes.common import quiet_libraries
 from recipes.t2i_flux import scene_requests
 
 VARIANTS = {
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=24)
     parser.add_argument("--size", type=int, default=12)
     args = parser.parse_args()
+    quiet_libraries()
     found = measure(args.groups, args.size)
     print(f"{'surrogate':34s} {'overall':>8s} {'in group':>9s} {'naive / this, in group':>23s}")
     for name, row in found.items():

@@ -166,6 +166,7 @@ class Trainer:
                     norms += self._step(collected, part, first=epoch == k == 0, rows=rows)
         out = policy_metrics(gather(self.accelerator, rows))
         out["policy/grad_norm"] = sum(norms) / len(norms) if norms else 0.0
+        out["policy/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         out["policy/steps"], out["policy/skipped_steps"] = self.counters.steps, self.counters.skipped
         return out
 
@@ -191,13 +192,19 @@ class Trainer:
             return []
         nn.utils.clip_grads_with_norm_(self.parameters.values(), cfg.max_grad_norm, norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = cfg.learning_rate * min(1.0, (self.counters.steps + 1) / max(1, cfg.warmup))
+            group["lr"] = self.learning_rate()
         self.optimizer.step()
         self.counters.steps += 1
         self.skipped_in_a_row = 0
         if self.algorithm.ema_decay is not None:
             self.snapshots.blend("ema", self.algorithm.ema_decay)
         return [float(norm)]
+
+    def learning_rate(self) -> float:
+        """Of the coming optimizer step: a function of the counters, so a resumed run goes on with the same one."""
+        cfg, left = self.config, 1 - self.counters.iteration / self.config.iterations
+        warm = min(1.0, (self.counters.steps + 1) / max(1, cfg.warmup))
+        return cfg.learning_rate * warm * (left if cfg.schedule == "linear" else 1.0)
 
     def _skip(self) -> None:
         """A non-finite gradient: leave the weights alone, count it, and say where it came from."""

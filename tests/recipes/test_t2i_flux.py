@@ -126,7 +126,7 @@ BAD = {
     "inert clip": (["algorithm.clip=0.01"], ("clip", "updates=2")),
     "lora nowhere": (["tune.targets=[nowhere]"], ("nowhere",)),
     "resume nothing": (["resume=nowhere"], ("nowhere", "not a run folder")),
-    "unknown weight": (["+algorithm.advantage.weights={scenes: 1.0}"], ("scenes", "did you mean 'scene'")),
+    "unknown weight": (["algorithm.advantage.weights={scenes: 1.0}"], ("scenes", "did you mean 'scene'")),
 }
 
 
