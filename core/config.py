@@ -12,8 +12,9 @@ from core.rollout import RolloutConfig
 @dataclass(frozen=True)
 class TrainerConfig:
     """iterations: rollouts in all. prompts x group_size: samples a rollout. micro_batch: samples a backward pass holds.
-    warmup: optimizer steps of linear warm-up. schedule: "constant", or "linear" to 0 at the last iteration. *_every: in iterations, 0 = only at the end. keep: checkpoints kept.
-    shuffle_advantages: within groups, the control that must not learn. max_skipped: non-finite steps in a row."""
+    warmup: optimizer steps of linear warm-up. schedule: "constant", or "linear" to 0 after the last iteration.
+    *_every: in iterations, 0 = only at the end. keep: checkpoints kept. shuffle_advantages: within groups, the control
+    that must not learn. max_skipped: non-finite steps in a row."""
 
     iterations: int = 100
     prompts: int = 8

@@ -24,7 +24,7 @@ def make_trainable(
     base is. Raises UserError when nothing matches: an adapter bound to no layer trains nothing, silently.
     """
     if mode not in ("lora", "full"):
-        raise UserError(f"train.mode '{mode}' is unknown; choose lora or full")
+        raise UserError(f"tune.mode '{mode}' is unknown; choose lora or full")
     trainable: dict[str, nn.Parameter] = {}
     for name, module in modules.items():
         module.requires_grad_(mode == "full")
@@ -44,7 +44,7 @@ def _inject_lora(name: str, module: nn.Module, rank: int, alpha: int, targets: S
     try:
         inject_adapter_in_model(config, module, adapter_name="default")
     except ValueError as error:
-        raise UserError(f"train.lora_targets {chosen} match no layer of '{name}'; name layers it has") from error
+        raise UserError(f"tune.targets {chosen} match no layer of '{name}'; name layers it has") from error
     if hasattr(module, "_hf_peft_config_loaded"):
         setattr(module, "_hf_peft_config_loaded", True)  # noqa: B010  what diffusers' save and load look at
     for p in module.parameters():

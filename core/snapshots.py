@@ -20,7 +20,7 @@ class Snapshots:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         if not parameters:
-            raise UserError("no trainable parameter to keep a copy of; check train.mode and train.lora_targets")
+            raise UserError("no trainable parameter to keep a copy of; check tune.mode and tune.targets")
         self.parameters = dict(parameters)
         self.copies: dict[str, dict[str, Tensor]] = {}
 
@@ -76,5 +76,5 @@ class Snapshots:
             if values[key].shape != p.shape:
                 raise UserError(
                     f"the saved weight '{key}' has shape {tuple(values[key].shape)}, the model's {tuple(p.shape)}; "
-                    "resume with the same train.mode, lora_rank and model"
+                    "resume with the same tune.mode, tune.rank and model"
                 )

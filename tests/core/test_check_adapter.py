@@ -241,7 +241,7 @@ def test_wrong_conventions(trained: SequenceAdapter, sign: int, flip: bool, sent
         def modules(self) -> dict[str, nn.Module]:
             return dict(trained.modules())
 
-    with pytest.raises(AssertionError, match=f"on real data the network is better {sentence}"):
+    with pytest.raises(AssertionError, match=f"the network denoises better {sentence}"):
         check_adapter(Broken(), REQUESTS, data=clean_latents(trained, REQUESTS, data, 1))
 
 

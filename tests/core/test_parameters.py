@@ -64,7 +64,7 @@ def test_a_regular_expression_is_a_target_too() -> None:
 
 @pytest.mark.parametrize("targets", [["to_nowhere"], r"x\.y"])
 def test_no_match_is_an_error(targets: list[str] | str) -> None:
-    with pytest.raises(UserError, match=r"lora_targets.*'transformer'") as error:
+    with pytest.raises(UserError, match=r"tune.targets.*'transformer'") as error:
         make_trainable({"transformer": net()}, "lora", targets=targets)
     assert "\n" not in str(error.value)
 

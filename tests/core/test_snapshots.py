@@ -124,5 +124,5 @@ def test_unknown_names_and_misfits_are_user_errors() -> None:
     snapshots.load("ref", good)
     good["0.bias"].fill_(7.0)  # a copy, not an alias
     assert not (snapshots.copies["ref"]["0.bias"] == 7.0).any()
-    with pytest.raises(UserError, match="lora_targets"):
+    with pytest.raises(UserError, match="tune.targets"):
         Snapshots({})

@@ -16,7 +16,7 @@ from core.parameters import make_trainable
 from core.rewards import RewardSet
 from core.rollout import RolloutConfig
 from core.trainer import Hooks, Trainer
-from tests.toys.sequence import MeanLevel, SequenceAdapter, make_requests
+from tests.toys.sequence import Side, SequenceAdapter, make_requests
 
 ALGORITHMS = {
     "on_policy": Algorithm(),
@@ -34,7 +34,7 @@ def main(folder: str, algorithm: str, resume: bool = False, **settings: object) 
     config = TrainerConfig(rollout=RolloutConfig(n_steps=4, batch=4), learning_rate=1e-3, **settings)  # type: ignore[arg-type]
     hooks = Hooks(iteration=lambda number, metrics, timings: print(f"iteration {number}", flush=True))
     trainer = Trainer(
-        adapter, RewardSet([MeanLevel()]), make_requests(7, 0), make_requests(5, 1), ALGORITHMS[algorithm],
+        adapter, RewardSet([Side()]), make_requests(7, 0), make_requests(5, 1), ALGORITHMS[algorithm],
         parameters, config, Path(folder), Accelerator(cpu=True), hooks=hooks,
     )  # fmt: skip
     trainer.fit(resume=resume)

@@ -25,7 +25,7 @@ def pipe() -> FluxPipeline:
 
 @pytest.fixture(scope="module")
 def pool() -> tuple[np.ndarray, list]:
-    return render_pool(split(0)[0], 300, 0.0, np.random.default_rng(0))
+    return render_pool(split(0)[0], 300, np.random.default_rng(0))
 
 
 def draw(pipe: FluxPipeline, seed: int = 0) -> np.ndarray:

@@ -22,6 +22,7 @@ SMALL = [
     "threads=1", "train.prompts=2", "train.group_size=4", "train.micro_batch=8", "train.rollout.batch=8",
     "train.rollout.n_steps=4", "data.eval_size=6", "train.eval_every=1", "train.checkpoint_every=1",
     "report.pictures=6",
+    "tune.mode=lora",
 ]  # fmt: skip
 
 
