@@ -110,7 +110,7 @@ def apply(transform: Transform, scores: Tensor, valid: Tensor, group: Tensor) ->
 class Advantage:
     """Scores -> one advantage per sample and stream.
 
-    weights: score name -> weight; scores not named are only measured; None = all that teach, weight 1.
+    weights: score name -> weight; scores not named are only measured; empty = all that teach, weight 1.
     scale: "group" std, "global" std of the batch, or "none". combine: "advantages" normalises each score and then adds
     (a score of small range is not drowned), "rewards" adds first. clamp, soft_clip: applied to the combination.
     """
@@ -121,7 +121,7 @@ class Advantage:
     clamp: float | None = 5.0
     soft_clip: float | None = None
     combine: Literal["advantages", "rewards"] = "advantages"
-    weights: Mapping[str, float] | None = field(default=None)
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.scale not in ("group", "global", "none"):
@@ -147,7 +147,7 @@ class Advantage:
     def weight_of(self, specs: Sequence[ScoreSpec]) -> dict[str, float]:
         """Score name -> weight. Raises UserError for a weight whose score does not exist."""
         names = [spec.name for spec in specs]
-        if self.weights is None:
+        if not self.weights:
             return {spec.name: 1.0 for spec in specs if spec.teaches}
         for name in self.weights:
             if name not in names:

@@ -60,6 +60,12 @@ def check_overrides(config_name: str, arguments: list[str]) -> None:
                 raise UserError(f"there is no {key} '{value}'{_closest(value, groups[key])}")
         elif key not in known and not key.startswith(free):
             raise UserError(f"unknown key '{key}'{_closest(key, known + list(groups))}")
+    with initialize_config_dir(str(CONF), version_base=None):
+        try:
+            compose(config_name, [o for o in overrides if not o.startswith("hydra")])
+        except HydraException as error:
+            reason = str(error.__cause__ or "").split("\n")[0]
+            raise UserError(f"{str(error).rstrip('.')}: {reason or 'see --help'}") from error
 
 
 def register(config_name: str, schema: type) -> None:

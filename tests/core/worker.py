@@ -16,7 +16,7 @@ from core.parameters import make_trainable
 from core.rewards import RewardSet
 from core.rollout import RolloutConfig
 from core.trainer import Hooks, Trainer
-from tests.toys.sequence import Side, SequenceAdapter, make_requests
+from tests.toys.sequence import SequenceAdapter, Side, make_requests
 
 ALGORITHMS = {
     "on_policy": Algorithm(),

@@ -119,7 +119,7 @@ BAD = {
     "group size 1": (["train.group_size=1"], ("group_size is 1", "2")),
     "zero prompts": (["train.prompts=0"], ("train.prompts is 0",)),
     "unknown reward": (["reward.names=[scen]"], ("scen", "did you mean 'scene'")),
-    "unknown reward option": (["reward.options={scene: {wieght: 1}}"], ("wieght",)),
+    "unknown reward option": (["+reward.options.scene.wieght=1"], ("'wieght'", "has no option")),
     "no reward": (["reward.names=[]"], ("no reward",)),
     "NaN reward": (["reward.names=[nan_reward:score]", "report.main_score=score"], ("'score'", "not finite")),
     "illegal resolution": (["model.height=30"], ("height 30", "32")),
@@ -127,7 +127,7 @@ BAD = {
     "inert clip": (["algorithm.clip=0.01"], ("clip", "updates=2")),
     "lora nowhere": (["tune.targets=[nowhere]"], ("nowhere",)),
     "resume nothing": (["resume=nowhere"], ("nowhere", "not a run folder")),
-    "unknown weight": (["algorithm.advantage.weights={scenes: 1.0}"], ("scenes", "did you mean 'scene'")),
+    "unknown weight": (["+algorithm.advantage.weights.scenes=1.0"], ("scenes", "did you mean 'scene'")),
 }
 
 
