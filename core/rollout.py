@@ -11,6 +11,7 @@ from torch import Tensor
 from core.adapter import Adapter
 from core.errors import UserError
 from core.kernels import Kernel
+from core.processes import Gaussian
 from core.rng import generator
 from core.samplers import sampler_by_name, stochastic
 from core.types import Conditioning, State
@@ -46,6 +47,13 @@ def generate(
     """
     noise = adapter.draw(cond, [generator(seed, *name) for name in names])
     grid = adapter.grid(config.n_steps, cond)
+    for spec in adapter.streams:
+        path = spec.process if spec.prediction in ("eps", "score") else None
+        if isinstance(path, Gaussian) and bool((path.coefficients(grid[0]).a == 0).any()):
+            raise UserError(
+                f"stream '{spec.name}' predicts {spec.prediction}, from which x0 is 0/0 at t = {float(grid[0].max()):g}; "
+                "start the adapter's grid below that, for example at 0.999"
+            )
     if config.sampler == "stochastic":
         sampler = stochastic(
             Kernel(config.kernel, config.noise_level),  # type: ignore[arg-type]

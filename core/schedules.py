@@ -34,7 +34,8 @@ def linear_grid(n_steps: int) -> Tensor:
 def explicit_grid(sigmas: Sequence[float]) -> Tensor:
     """Any strictly falling list in [0, 1]; a final 0 is added when missing."""
     grid = torch.tensor(list(sigmas), dtype=torch.float32)
-    if len(grid) == 0 or bool((grid[1:] >= grid[:-1]).any()) or float(grid.max()) > 1 or float(grid.min()) < 0:
+    falls = bool(torch.isfinite(grid).all()) and bool((grid[1:] < grid[:-1]).all())
+    if len(grid) == 0 or not falls or not 0 < float(grid[0]) <= 1 or float(grid[-1]) < 0:
         raise UserError(f"sigmas must fall strictly within [0, 1], got {list(sigmas)[:8]}")
     return grid if float(grid[-1]) == 0 else append_zero(grid)
 
@@ -75,6 +76,8 @@ def flux2_mu(tokens: int, n_steps: int) -> float:
 
 def stretch_terminal(sigmas: Tensor, terminal: float) -> Tensor:
     """Rescale 1 - sigma so that the last sigma (before the final 0) equals ``terminal``: Qwen-Image, LTX."""
+    if float(sigmas[-1]) == 1:
+        raise UserError("a terminal stretch needs at least 2 sampling steps: with one the last sigma is pure noise")
     return 1 - (1 - sigmas) * (1 - terminal) / (1 - sigmas[-1])
 
 

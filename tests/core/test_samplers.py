@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.errors import UserError
 from core.guidance import Guidance
 from core.kernels import Kernel
 from core.processes import EDM, Gaussian, MaskedCategorical, RectifiedFlow, Torus, VariancePreserving
+from core.rollout import RolloutConfig, generate
 from core.samplers import SAMPLERS, Step, euler, stochastic
-from core.schedules import linear_grid, static_grid
+from core.schedules import dynamic_grid, explicit_grid, linear_grid, static_grid
 from core.streams import StreamSpec
-from core.types import Field, Noise, Predictions, State, index_noise, index_state
+from core.types import Field, Noise, Predictions, Request, State, index_noise, index_state
 from tests.core.tiny import SHAPES, Tiny, experience
 
 MEAN, STD = 0.8, 0.4  # of the data
@@ -269,3 +271,21 @@ def test_rescaled_cfg_does_not_see_padding() -> None:
     clean = {"x": Field(*(x[:3, :3] for x in (exp.clean["x"].value, exp.clean["x"].valid, exp.clean["x"].acted)))}
     alone = guidance.bind(adapter, short.cond)(clean, t[:3])["x"]
     torch.testing.assert_close(together[:3, :3], alone)
+
+
+def test_noise_prediction_refuses_a_grid_from_pure_noise() -> None:
+    adapter = Tiny("tokens", prediction="eps")
+    cond = adapter.encode([Request({"c": [0.0, 0.0]})])
+    with pytest.raises(UserError, match="predicts eps"):
+        generate(adapter, cond, [("x", 0)], RolloutConfig(n_steps=3), seed=0)
+
+
+@pytest.mark.parametrize("bad", [[], [0.0], [float("nan"), 0.5], [0.5, 0.5], [0.2, 0.8], [1.2, 0.5], [0.5, -0.1]])
+def test_explicit_grid_refuses_what_does_not_fall_in_0_1(bad: list[float]) -> None:
+    with pytest.raises(UserError, match="fall strictly"):
+        explicit_grid(bad)
+
+
+def test_terminal_stretch_needs_two_steps() -> None:
+    with pytest.raises(UserError, match="at least 2"):
+        dynamic_grid(1, 64, shift_terminal=0.02)
