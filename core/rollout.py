@@ -51,7 +51,7 @@ def generate(
         path = spec.process if spec.prediction in ("eps", "score") else None
         if isinstance(path, Gaussian) and bool((path.coefficients(grid[0]).a == 0).any()):
             raise UserError(
-                f"stream '{spec.name}' predicts {spec.prediction}, from which x0 is 0/0 at t = {float(grid[0].max()):g}; "
+                f"stream '{spec.name}' predicts {spec.prediction}, from which x0 is 0/0 at t = {float(grid[0].max())}; "
                 "start the adapter's grid below that, for example at 0.999"
             )
     if config.sampler == "stochastic":
