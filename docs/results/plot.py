@@ -39,13 +39,13 @@ def main(folder: Path) -> None:
     for run in sorted(folder.glob("*_[0-9]")):
         kind, seed = run.name.split("_")
         rows = curve(run)
-        label = LABELS[kind] if seed == "0" else None
+        label = LABELS[kind] if seed == "0" else None  # once a kind
         xs, ys = [r["iteration"] for r in rows], [100 * r["accuracy"] for r in rows]
         axes.plot(xs, ys, color=COLOURS[kind], label=label, lw=1.8, marker="o", ms=3)
         table += [{"run": run.name, **row} for row in rows]
         change, seconds = ys[-1] - ys[0], rows[-1]["seconds"]
         print(f"{run.name:12s} {ys[0]:5.1f} % -> {ys[-1]:5.1f} % ({change:+5.1f}) in {seconds:4.0f} s of training")
-    axes.set(xlabel="iteration", ylabel="held-out exact accuracy, %", title="Embedded FLUX, three seeds each")
+    axes.set(xlabel="iteration", ylabel="held-out exact accuracy, %", title="Embedded FLUX, one line a run")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
