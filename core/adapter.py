@@ -141,10 +141,6 @@ class Adapter(ABC):
     def release_encoders(self) -> None:
         """Called once all prompts are encoded: free what only ``encode`` needs."""
 
-    def describe(self) -> dict[str, Any]:
-        """Facts for the run directory (model path, sizes)."""
-        return {}
-
     # ---- the only door to the network ----
 
     @cached_property

@@ -197,7 +197,3 @@ class FluxAdapter(Adapter):
 
     def export(self, folder: Path) -> None:
         export_transformer(self.pipe, self.transformer, self.path, folder)
-
-    def describe(self) -> dict[str, Any]:
-        size, scale = self._size({}), self.guidance_scale if self.embedded else None
-        return {"path": self.path, "size": size, "tokens": self._tokens(size), "embedded_guidance": scale}
